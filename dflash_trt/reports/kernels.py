@@ -251,9 +251,17 @@ def _cases() -> Iterator[tuple[str, Case]]:
         fields = {"scheme": scheme, "by_row": 1}
         yield f"QuantizedRows {scheme}", (layers.quantized_rows, fields, [x, torch.tensor([scale])])
     yield "Router", (layers.router, {}, [x, drawn(5, 8 * size, dtype=torch.float32)])
+    inputs = [x, drawn(6, 8 * size), drawn(8 * size), torch.zeros(1, dtype=torch.int32)]
+    attributes = {"epsilon": 1e-6, "k": 2, "arranged": True}
+    yield "NormRouter", (_routed, attributes, [*inputs, drawn(5, 8 * size, dtype=torch.float32) / 32])
     logits = drawn(3, 9001)
     logits[1, [100, 8000]] = 9  # the first of two is the best
     yield "BestToken", (layers.best_token, {}, [logits])
+
+
+def _routed(a: Mapping[str, Any], *inputs: Tensor) -> list[Tensor]:
+    *sums, logits = layers.norm_router(a, *inputs)
+    return [*sums, *layers.route(a, logits)[:2]]
 
 
 def _differs(case: Case, device: Device) -> str:

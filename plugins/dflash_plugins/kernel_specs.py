@@ -258,13 +258,17 @@ def route(experts: int, k: int, hidden: int = 0, dtype: str = "", *, grouped: bo
     any, and with `grouped` it does what the next kernel does, for up to ROUTE_ROWS rows.
     """
     types = typed(fp32="router_logits shares", i32="chosen", scalar="rows")
-    constants: dict[str, Any] = {"E": experts, "K": k, "D": hidden, "BLOCK": ARRANGE_BLOCK}
-    constants |= {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
+    constants: dict[str, Any] = {"D": hidden, "BLOCK": ARRANGE_BLOCK} | _chosen(experts, k)
     optional(types, constants, hidden > 0, x=f"*{dtype}", arranged=f"*{dtype}")
     optional(types, constants, not grouped, counts="*i32")
     optional(types, constants, grouped, pairs="*i32", groups="*i32")
     warps = 8 if experts > 64 else 4  # four would spill the numbers of many experts
     return Use("moe", "route", types, constants, num_warps=warps, fp_fusion=True)
+
+
+def _chosen(experts: int, k: int) -> dict[str, Any]:
+    slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
+    return {"E": experts, "K": k} | slots
 
 
 @cache
@@ -549,7 +553,7 @@ def place_heads(
 
 
 GATE_BLOCK = 1024
-ROUTER_OUTPUTS = 2
+ROUTER_OUTPUTS = 4
 
 
 @cache
@@ -562,12 +566,35 @@ def gate(inner: int, dtype: str, rounding: Rounding | None = None) -> Use:
 
 
 @cache
-def router(experts: int, hidden: int, dtype: str, *, biased: bool) -> Use:
-    """The kernel of a router's product."""
-    types: Types = {"x": f"*{dtype}", "weight": "*fp32", "logits": "*fp32"}
-    constants: dict[str, Any] = {"D": hidden, "E": experts, "OUTPUTS": ROUTER_OUTPUTS, "COLUMNS": 1024}
+def router(
+    experts: int,
+    hidden: int,
+    dtype: str,
+    *,
+    biased: bool,
+    epsilon: float | None = None,
+    k: int = 0,
+    arranged: bool = False,
+) -> Use:
+    """The kernel of a router's product. epsilon: of the norm of a sum before it; None: there is none. k: the experts
+    that are chosen of each of up to ROUTE_ROWS rows; 0: they are not. arranged: whether norms are for MXFP4, too.
+    """
+    types: Types = {"x": f"*{dtype}", "weight": "*fp32", "logits": "*fp32", "rows": "i32"}
+    constants: dict[str, Any] = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": max(128, power_of_two(hidden))}
+    constants |= {"OUTPUTS": ROUTER_OUTPUTS} | _chosen(experts, k or 1)
     optional(types, constants, biased, bias="*fp32")
-    return Use("layers", "router", types, constants)
+    optional(
+        types, constants, epsilon is not None, **dict.fromkeys(("y", "norm", "total", "normed"), f"*{dtype}")
+    )
+    optional(types, constants, arranged, arranged=f"*{dtype}")
+    optional(
+        types,
+        constants,
+        k > 0,
+        shares="*fp32",
+        **dict.fromkeys(("counter", "chosen", "pairs", "groups"), "*i32"),
+    )
+    return Use("layers", "router", types, constants, num_warps=max(8, min(32, constants["D_SLOTS"] // 512)))
 
 
 @cache

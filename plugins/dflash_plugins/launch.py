@@ -52,13 +52,15 @@ def call(
     kernel.check(s)
     like, tile = named.get(kernel.like), tile or kernel.tiles(s)[0]
     dtype = "" if like is None else TYPE_NAMES[like.dtype]
-    outputs = _outputs(kernel, s, a, dtype, next(x.device for x in inputs if x is not None), memory or {})
+    outputs = empty_outputs(
+        kernel, s, a, dtype, next(x.device for x in inputs if x is not None), memory or {}
+    )
     integers = kernel.integers(s, a)
     run(kernel.use(s, a, dtype, tile), kernel.grid(s, a, tile), **named, **integers, **outputs)
     return outputs
 
 
-def _outputs(
+def empty_outputs(
     kernel: Kernel,
     s: Any,
     a: Any,
@@ -66,6 +68,7 @@ def _outputs(
     device: torch.device | str,
     memory: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
+    """The outputs of a kernel for these sizes and attributes: those in `memory`, and new ones."""
     return {
         name: memory[name]
         if name in memory
@@ -125,7 +128,7 @@ def sampling_memory(rows: int, vocab: int, device: torch.device | str) -> dict[s
     """What `sample_rows` writes for so many rows of logits: its results and its scratch memory."""
     s = SAMPLE_TILES.sizes([(rows, 1, vocab)])
     kernels = SAMPLE_TILES, SAMPLE_SELECT
-    return {n: t for kernel in kernels for n, t in _outputs(kernel, s, None, "", device, {}).items()}
+    return {n: t for kernel in kernels for n, t in empty_outputs(kernel, s, None, "", device, {}).items()}
 
 
 def adjust_rows(

@@ -21,7 +21,7 @@ from dflash_plugins.kernel_table import (
     MOE_GROUP,
     MOE_ROUTE,
 )
-from dflash_plugins.launch import TYPE_NAMES, Run, by_triton, call
+from dflash_plugins.launch import TYPE_NAMES, Run, by_triton, call, empty_outputs
 
 
 def attention(
@@ -74,15 +74,24 @@ class PackedExperts:
     limit: float
 
 
+# The chosen experts of rows, as the kernels give them: outputs of MOE_ROUTE and MOE_GROUP.
+Routed = dict[str, Tensor]
+
+
 def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
     [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
     """
     routed = _routed(router_logits, None, k, run)
+    return chosen(routed)
+
+
+def chosen(routed: Routed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `route` gives them."""
     return routed["shares"], routed["chosen"], routed["pairs"], routed["groups"][: routed["pairs"].numel()]
 
 
-def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> dict[str, Tensor]:
+def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> Routed:
     """What both kernels give. One program does what the second would."""
     grouped = len(router_logits) <= uses.ROUTE_ROWS
     routed = call(run, MOE_ROUTE, router_logits, x, k=k, grouped=grouped)
@@ -91,17 +100,17 @@ def _routed(router_logits: Tensor, x: Tensor | None, k: int, run: Run) -> dict[s
 
 def moe(
     x: Tensor,
-    router_logits: Tensor,
+    router_logits: Tensor | Routed,
     e: PackedExperts,
     tile: uses.Tile = uses.TILES[0],
     run: Run = by_triton,
     *,
     apart: bool = False,
 ) -> Tensor:
-    """x [rows, D] bfloat16 or float16, router logits float32 [rows, E] -> [rows, D]. With `apart`, the parts of these
-    sums, for `add_norm`: float32 [rows, parts, D].
+    """x [rows, D] bfloat16 or float16, router logits float32 [rows, E], or what `norm_router` gives -> [rows, D]. With
+    `apart`, the parts of these sums, for `add_norm`: float32 [rows, parts, D].
     """
-    routed = _routed(router_logits, x, e.k, run)
+    routed = router_logits if isinstance(router_logits, dict) else _routed(router_logits, x, e.k, run)
     routes = routed["pairs"], routed["groups"]
     weights = e.gate_up, e.gate_up_scales, e.gate_up_bias
     constants: dict[str, Any] = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
@@ -231,10 +240,45 @@ def gate(x: Tensor, rounded: Rounded | None = None, *, run: Run = by_triton) -> 
 
 def router(x: Tensor, weight: Tensor, bias: Tensor | None, *, run: Run = by_triton) -> Tensor:
     """x [rows, D] by weight [E, D], both widened to float32, with bias [E] -> float32 [rows, E]."""
+    return _router(x, weight, bias, {}, run)
+
+
+def norm_router(
+    x: Tensor,
+    y: Tensor,
+    norm: Tensor,
+    epsilon: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    counter: Tensor,
+    k: int,
+    arranged: bool,
+    run: Run = by_triton,
+) -> tuple[Tensor, Tensor, Tensor | Routed]:
+    """`add_norm` of x, y and the weight `norm`, and `router` of that: logits, or with up to ROUTE_ROWS rows the chosen
+    experts. counter: int32 [1], zero. arranged: whether experts are in MXFP4.
+    """
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    more = {"y": y, "norm": norm, "total": total, "normed": normed}
+    if len(x) > uses.ROUTE_ROWS:
+        return total, normed, _router(x, weight, bias, more, run, epsilon=epsilon)
+    s = MOE_ROUTE.sizes([(len(x), len(weight)), x.shape if arranged else None])
+    a = MOE_ROUTE.given({"k": k, "grouped": True})
+    routed = empty_outputs(MOE_ROUTE, s, a, TYPE_NAMES[x.dtype], x.device, {})
+    _router(
+        x, weight, bias, more | {"counter": counter} | routed, run, epsilon=epsilon, k=k, arranged=arranged
+    )
+    return total, normed, routed
+
+
+def _router(
+    x: Tensor, weight: Tensor, bias: Tensor | None, more: dict[str, Tensor], run: Run, **what: Any
+) -> Tensor:
     logits = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    use = uses.router(len(weight), x.shape[1], TYPE_NAMES[x.dtype], biased=bias is not None)
+    use = uses.router(len(weight), x.shape[1], TYPE_NAMES[x.dtype], biased=bias is not None, **what)
     grid = len(x), -(-len(weight) // uses.ROUTER_OUTPUTS)
-    run(use, grid, x=x, weight=weight, bias=bias, logits=logits)
+    run(use, grid, x=x, weight=weight, bias=bias, logits=logits, rows=len(x), **more)
     return logits
 
 

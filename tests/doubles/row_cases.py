@@ -175,10 +175,16 @@ def between_products(d: Drawn) -> Rows:
     routed, bias = d.real(experts, hidden, dtype=torch.float32), d.real(experts, dtype=torch.float32)
     logits, gated = d.real(d.rows, vocab), d.real(d.rows, 2 * hidden)
     rounding = (d.one_of("fp8", "nvfp4"), d.one_of(True, False)), torch.full((1,), 0.01)
-    gating = d.one_of(None, rounding)
+    gating, counter = d.one_of(None, rounding), torch.zeros(1, dtype=torch.int32)
+    norm = weight, 1e-6, routed, bias
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
+        *sums, chosen = layers.norm_router(
+            *(x[rows], y[rows], *norm), counter=counter, k=2, arranged=False, run=d.run
+        )
+        chosen = layers.chosen(chosen) if isinstance(chosen, dict) else layers.route(chosen, 2, d.run)
         return (
+            *(*sums, *chosen[:2]),
             *layers.add_norm(x[rows], y[rows], weight, 1e-6, rounding, run=d.run),
             *layers.gate(gated[rows], gating, run=d.run),
             *layers.quantized_rows(x[rows], rounding, run=d.run),

@@ -41,6 +41,7 @@ def test_right_kernels_pass() -> None:
         "QuantizedRows fp8",
         "QuantizedRows nvfp4",
         "Router",
+        "NormRouter",
         "GroupedProduct",
     }
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as launch
-from dflash_plugins.launch import TYPE_NAMES, by_triton
+from dflash_plugins.kernel_table import MOE_ROUTE
+from dflash_plugins.launch import TYPE_NAMES, by_triton, call
 
 from dflash_trt.engines.torch import kernels, layers
 
@@ -60,6 +62,27 @@ def test_a_router(dtype: torch.dtype, *, biased: bool) -> None:
     got = launch.router(x, weight, bias)
     close(got, layers.router({}, x, weight, bias))
     assert torch.equal(launch.router(x[1:2].contiguous(), weight, bias), got[1:2])
+
+
+@TYPES
+@pytest.mark.parametrize("rows", [3, 16, 17])
+@pytest.mark.parametrize("arranged", [True, False])
+def test_a_norm_and_a_router_are_one_kernel(rows: int, dtype: torch.dtype, *, arranged: bool) -> None:
+    """It gives what three kernels would, and for few rows what follows from that."""
+    k, x, y, norm = 3, *(drawn(*shape, dtype=dtype) for shape in ((rows, 200), (rows + 1, 200), (200,)))
+    weight, bias, counter = drawn(10, 200), drawn(10), torch.zeros(1, dtype=torch.int32)
+    more: dict[str, Any] = {"counter": counter, "k": k, "arranged": arranged}
+    *normed, found = launch.norm_router(x, y[:rows], norm, 1e-5, weight, bias, **more)
+    total, expected = launch.add_norm(x, y[:rows], norm, 1e-5)
+    assert all(map(torch.equal, normed, (total, expected)))
+    assert int(counter) == 0
+    logits = launch.router(expected, weight, bias)
+    if rows > uses.ROUTE_ROWS:
+        assert torch.equal(found, logits)
+    else:
+        routed = call(by_triton, MOE_ROUTE, logits, expected if arranged else None, k=k, grouped=True)
+        assert found.keys() == routed.keys()
+        assert all(torch.equal(found[name], routed[name]) for name in routed)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter

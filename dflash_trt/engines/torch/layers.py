@@ -147,6 +147,28 @@ def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return F.linear(x.to(weight.dtype), weight, bias)
 
 
+def norm_router(
+    a: Attributes,
+    x: Tensor,
+    y: Tensor,
+    norm: Tensor,
+    counter: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | ours.Routed]:
+    """`add_norm`, and `router` of the norm: its logits, or what a kernel chose by them."""
+    layer = kernels.of(x)
+    fits = x.shape == y.shape and x.dtype == y.dtype == norm.dtype
+    if layer is not None and len(weight) <= MOST_EXPERTS and fits:
+        tensors: Any = x.contiguous(), y.contiguous(), norm, a["epsilon"], weight, bias
+        more = {"counter": counter, "k": a["k"], "arranged": a["arranged"]}
+        found = layer.first("routers", lambda run, _: ours.norm_router(*tensors, **more, run=run))
+        if found is not None:
+            return found
+    total, normed = add_norm(a, x, y, norm)
+    return total, normed, router(a, normed, weight, bias)
+
+
 def rotary(a: Attributes, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-split pairs of x [B,n,S,d]; cos and sin [B,S,r/2] of the first r numbers."""
     size = 2 * cos.shape[-1]
@@ -319,8 +341,10 @@ def _in_blocks(x: Tensor, second: Tensor) -> Tensor:
     return numbers.flatten(-2)
 
 
-def route(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def route(a: Attributes, logits: Tensor | ours.Routed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`Route` (dflash_trt/graph/torch.py). Order and groups are there with kernels alone."""
+    if isinstance(logits, dict):
+        return ours.chosen(logits)
     if (layer := kernels.of(logits)) is not None:
         routes = layer.first("routes", lambda run, _: ours.route(logits.contiguous(), a["k"], run))
         if routes is not None:
@@ -364,7 +388,7 @@ def grouped_product(
 def mxfp4_experts(
     a: Attributes,
     x: Tensor,
-    router: Tensor,
+    router: Tensor | ours.Routed,
     gate_up: Tensor,
     gate_up_scales: Tensor,
     gate_up_bias: Tensor | None,
@@ -379,7 +403,7 @@ def mxfp4_experts(
     if layer is not None and x.dtype != torch.float32:
         weights = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
         packed = ours.PackedExperts(*weights, *(a[name] for name in ("k", "alpha", "beta", "limit")))
-        tensors = x.contiguous(), router.contiguous(), packed
+        tensors = x.contiguous(), router if isinstance(router, dict) else router.contiguous(), packed
         # Most experts have their rows in one step.
         tokens = next((n for n in (16, 32) if n * len(gate_up) >= 2 * len(x) * a["k"]), 64)
         tiles = sorted(uses.TILES, key=lambda tile: tile.tokens != tokens)
@@ -388,7 +412,7 @@ def mxfp4_experts(
         if y is not None:
             return y
     shares, best, _, _ = route(a, router)
-    total = torch.zeros(x.shape, dtype=router.dtype, device=x.device)
+    total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
     for number in best.unique().tolist():
         row, place = (best == number).nonzero(as_tuple=True)
         h = _packed_linear(x[row], gate_up, gate_up_scales, gate_up_bias, number).float()

@@ -189,6 +189,7 @@ OPERATORS: dict[str, Operator] = {
     "Min": _folded(torch.minimum),
     "Mul": lambda a, x, y: x * y,
     "Neg": lambda a, x: -x,
+    "NormRouter": layers.norm_router,
     "Pad": _pad,
     "PlaceHeads": layers.place_heads,
     "Pow": lambda a, x, y: x**y,

@@ -90,7 +90,7 @@ class Graph:
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = self._folded(nodes, model.graph.initializers)
-        self.nodes = self._added(self._rounding(self._uncast(self.nodes)))
+        self.nodes = self._routing(self._added(self._rounding(self._uncast(self.nodes))))
         if alone:
             self.nodes = [self._multiplied(node) for node in self.nodes]
         self._uploaded: dict[str, Tensor] = {}
@@ -195,6 +195,27 @@ class Graph:
             else node
             for node in nodes
         ]
+
+    def _routing(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, where a norm and the router after it are one, if its logits only choose experts."""
+        norms = {n.outputs[-1]: n for n in nodes if n.operator == "AddNorm" and len(n.outputs) == 2}
+        constants, joined, left = {*self.weights, *self.known}, dict[str, Node](), list[Node]()
+        for node in nodes:
+            norm = norms.get(node.inputs[0]) if node.operator == "Router" else None
+            if norm is None or not constants.issuperset(node.inputs[1:]):
+                left.append(node)
+                continue
+            readers = {n.operator: n.attributes for n in nodes if node.outputs[0] in n.inputs}
+            if readers.keys() not in ({"MXFP4Experts"}, {"Route"}):
+                left.append(node)
+                continue
+            ((reader, chosen),) = readers.items()
+            counter = f"{node.outputs[0]}/counter"
+            self.weights[counter] = torch.zeros(1, dtype=torch.int32, device=self.device)
+            attributes = {**norm.attributes, "k": chosen["k"], "arranged": reader == "MXFP4Experts"}
+            inputs, outputs = [*norm.inputs, counter, *node.inputs[1:]], [*norm.outputs, *node.outputs]
+            joined[norm.outputs[-1]] = Node("NormRouter", attributes, inputs, outputs)
+        return [joined.get(node.outputs[-1], node) if node.outputs else node for node in left]
 
     def _multiplied(self, node: Node) -> Node:
         """The node, for our kernels if there are any and it is a product with a weight."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dflash_plugins.kernels.moe import arranged_place, choose
+
 _BLOCK = tl.constexpr(16)  # of E2M1 numbers that share a scale
 _TINY = tl.constexpr(2.0**-100)
 
@@ -84,6 +86,16 @@ def quantized_rows(
 
 
 @triton.jit
+def _normed(one, other, weight, column, inner, D: tl.constexpr, EPSILON: tl.constexpr):
+    """The sum [slots] of two rows, zeros after their D numbers, in the type of the first one, and its RMS norm."""
+    added = (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
+    wide = added.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + EPSILON)
+    times = tl.load(weight + column, mask=inner, other=0.0).to(tl.float32)
+    return added, (wide * inverse * times).to(one.dtype)
+
+
+@triton.jit
 def add_norm(
     x,  # [rows, D]
     y,  # [rows, D], or the parts of experts, [rows * PARTS, D] float32
@@ -105,21 +117,17 @@ def add_norm(
     column = tl.arange(0, D_SLOTS)
     inner = column < D
     at = tl.program_id(0).to(tl.int64) * D + column
-    one = tl.load(x + at, mask=inner, other=0.0).to(tl.float32)
+    one = tl.load(x + at, mask=inner, other=0.0)
     if PARTS:  # as `combine` (moe.py) adds and rounds them
         other = tl.zeros([D_SLOTS], tl.float32)
         for s in tl.static_range(PARTS):
             of_part = (tl.program_id(0).to(tl.int64) * PARTS + s) * D + column
             other += tl.load(y + of_part, mask=inner, other=0.0)
-        other = other.to(x.dtype.element_ty).to(tl.float32)
+        other = other.to(one.dtype)
     else:
-        other = tl.load(y + at, mask=inner, other=0.0).to(tl.float32)
-    added = (one + other).to(total.dtype.element_ty)
+        other = tl.load(y + at, mask=inner, other=0.0)
+    added, rounded = _normed(one, other, weight, column, inner, D, EPSILON)
     tl.store(total + at, added, mask=inner)
-    wide = added.to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + EPSILON)
-    times = tl.load(weight + column, mask=inner, other=0.0).to(tl.float32)
-    rounded = (wide * inverse * times).to(normed.dtype.element_ty)
     tl.store(normed + at, rounded, mask=inner)
     if scale is not None:
         row = tl.program_id(0).to(tl.int64)
@@ -238,33 +246,66 @@ def gate(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def router(
     x,  # [rows, D]
+    y,  # [rows, D]: as in `add_norm`, whose norm is multiplied then; or None
+    norm,  # [D]: its weight
     weight,  # [E, D] float32
     bias,  # [E] float32, or None
+    counter,  # int32, zero, and zero again at the end; None: experts are not chosen
+    rows,
+    total,  # as of `add_norm`
+    normed,
+    arranged,  # of `normed`, as by `route` (moe.py), like those that follow; or None
     logits,  # [rows, E] float32
+    shares,
+    chosen,
+    pairs,
+    groups,
+    EPSILON: tl.constexpr,
     D: tl.constexpr,
+    D_SLOTS: tl.constexpr,
     E: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    E_SLOTS: tl.constexpr,
+    K_SLOTS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
 ):
-    """One program for OUTPUTS experts of a row."""
-    row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """One program for OUTPUTS experts of a row, which also computes the row's norm. The last one chooses the experts of
+    all rows, up to ROW_SLOTS.
+    """
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D_SLOTS)
+    inner, at = column < D, row * D + column
+    value = tl.load(x + at, mask=inner, other=0.0)
+    if y is not None:
+        other = tl.load(y + at, mask=inner, other=0.0)
+        added, value = _normed(value, other, norm, column, inner, D, EPSILON)
+        if tl.program_id(1) == 0:
+            tl.store(total + at, added, mask=inner)
+            tl.store(normed + at, value, mask=inner)
+            if arranged is not None:
+                width: tl.constexpr = (D + 127) // 128 * 128
+                place = arranged + row * width + arranged_place(column)
+                tl.store(place, tl.where(inner, value, 0.0), mask=column < width)
+    expert = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     real = expert < E
-    summed = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
-    for begin in range(0, D, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        inner = column < D
-        part = tl.load(x + row * D + column, mask=inner, other=0.0).to(tl.float32)
-        weights = tl.load(
-            weight + expert[:, None] * D + column[None, :], mask=real[:, None] & inner[None, :], other=0.0
-        )
-        summed += weights * part[None, :]
-    logit = tl.sum(summed, axis=1)
+    of_weight = weight + expert[:, None] * D + column[None, :]
+    weights = tl.load(of_weight, mask=real[:, None] & inner[None, :], other=0.0)
+    logit = tl.sum(weights * value.to(tl.float32)[None, :], axis=1)
     if bias is not None:
         logit += tl.load(bias + expert, mask=real, other=0.0)
     tl.store(logits + row * E + expert, logit, mask=real)
+    if counter is not None:
+        tl.debug_barrier()  # the whole program has written
+        done = tl.atomic_add(counter, 1, sem="acq_rel")
+        if done == tl.num_programs(0) * tl.num_programs(1) - 1:
+            choose(
+                *(logits, 0, rows, shares, chosen, None, pairs, groups),
+                *(E, K, E_SLOTS, K_SLOTS, ROW_SLOTS),
+            )
+            tl.store(counter, 0)
 
 
 @triton.jit

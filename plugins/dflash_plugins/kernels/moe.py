@@ -85,37 +85,62 @@ def route(
             number = tl.load(x + token * D + column, mask=column < D, other=0.0)
             tl.store(arranged + token * width + arranged_place(column), number, mask=column < width)
     else:
-        expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
-        row = tl.program_id(0) * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
-        real = row < rows
-        free = real[:, None] & (expert < E)[None, :]
-        value = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
-        # NaN is larger than nothing, so no expert would be chosen. Such a row gets any, and shares of NaN.
-        broken = (tl.max((value != value).to(tl.int32), axis=1) > 0)[:, None]
-        value = tl.where(broken, 0.0, value)
-        logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
-        taken, slots = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32), tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
-        for s in tl.static_range(K):
-            largest = tl.max(tl.where(free, value, -float("inf")), axis=1)
-            best = tl.min(tl.where(free & (value == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
-            tl.store(chosen + row * K + s, best, mask=real)
-            logit = tl.where(slot[None, :] == s, largest[:, None], logit)
-            mine = (expert[None, :] == best[:, None]) & real[:, None]
-            taken, slots = taken + mine.to(tl.int32), slots + tl.where(mine, s, 0)
-            free = free & (expert[None, :] != best[:, None])
-        logit = tl.where(real[:, None], logit, 0.0)
-        weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-        weight = tl.where(broken, float("nan"), weight / tl.sum(weight, axis=1)[:, None])
-        pair = row[:, None] * K + slot[None, :]
-        tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
-        count = tl.sum(taken, axis=0)
-        if pairs is None:
-            tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
-        else:
-            first = tl.cumsum(count, axis=0) - count
-            _list_groups(groups, first, count, E)
-            place = first[None, :] + tl.cumsum(taken, axis=0) - taken
-            tl.store(pairs + place, row[:, None] * K + slots, mask=taken > 0)
+        program = tl.program_id(0)
+        choose(
+            *(router_logits, program, rows, shares, chosen, counts, pairs, groups),
+            *(E, K, E_SLOTS, K_SLOTS, ROW_SLOTS),
+        )
+
+
+@triton.jit
+def choose(
+    router_logits,
+    part,  # of the rows, ROW_SLOTS each
+    rows,
+    shares,
+    chosen,
+    counts,
+    pairs,
+    groups,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    E_SLOTS: tl.constexpr,
+    K_SLOTS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+):
+    """The experts of a part of the rows. A row's shares are added up in their order, whatever kernel calls this."""
+    expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
+    row = part * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
+    real = row < rows
+    free = real[:, None] & (expert < E)[None, :]
+    at = router_logits + row[:, None] * E + expert[None, :]
+    value = tl.load(at, mask=free, other=0.0, cache_modifier=".cg")  # other programs may just have written
+    # NaN is larger than nothing, so no expert would be chosen. Such a row gets any, and shares of NaN.
+    broken = tl.max((value != value).to(tl.int32), axis=1) > 0
+    value = tl.where(broken[:, None], 0.0, value)
+    weight, summed = tl.zeros([ROW_SLOTS, K_SLOTS], tl.float32), tl.zeros([ROW_SLOTS], tl.float32)
+    most = tl.where(real, tl.max(tl.where(free, value, -float("inf")), axis=1), 0.0)
+    taken, slots = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32), tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
+    for s in tl.static_range(K):
+        largest = tl.max(tl.where(free, value, -float("inf")), axis=1)
+        best = tl.min(tl.where(free & (value == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
+        tl.store(chosen + row * K + s, best, mask=real)
+        power = tl.where(real, tl.exp(largest - most), 1.0)
+        weight, summed = tl.where(slot[None, :] == s, power[:, None], weight), summed + power
+        mine = (expert[None, :] == best[:, None]) & real[:, None]
+        taken, slots = taken + mine.to(tl.int32), slots + tl.where(mine, s, 0)
+        free = free & (expert[None, :] != best[:, None])
+    weight = weight / tl.where(broken, float("nan"), summed)[:, None]
+    pair = row[:, None] * K + slot[None, :]
+    tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
+    count = tl.sum(taken, axis=0)
+    if pairs is None:
+        tl.store(counts + part * E + expert, count, mask=expert < E)
+    else:
+        first = tl.cumsum(count, axis=0) - count
+        _list_groups(groups, first, count, E)
+        place = first[None, :] + tl.cumsum(taken, axis=0) - taken
+        tl.store(pairs + place, row[:, None] * K + slots, mask=taken > 0)
 
 
 @triton.jit
