@@ -194,9 +194,13 @@ def _read_pair(
 
 def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) -> Precision:
     """The precision of the build: as asked, and the engine's choice for the rest. A head that is quantized stays."""
+    from dflash_trt.planning.gpus import gpu_here
+
     quantized = bool(pair.drafter and pair.drafter.checkpoint.quantization.algorithms)
     configs = pair.target.config, pair.draft_config
-    chosen = choose_precision(asked, engine, *configs, quantized=quantized)
+    own_head = pair.drafter is not None and f"{HEAD}.weight" in pair.drafter.checkpoint.tensors
+    gpu = None if own_head or engine.fp8_head is None else gpu_here()
+    chosen = choose_precision(asked, engine, *configs, quantized=quantized, gpu=gpu)
     kept = pair.target.checkpoint.quantization.algorithm(HEAD)
     return replace(chosen, head=asked.head if asked else None) if kept else chosen
 

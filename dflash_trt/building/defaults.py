@@ -7,6 +7,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_trt import hardware
 from dflash_trt.building.progress import say
@@ -19,8 +20,12 @@ from dflash_trt.engines import registry
 from dflash_trt.engines.base import Engine, Weights
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS
+from dflash_trt.formats.floats import FP8
 from dflash_trt.formats.integers import GROUP, INT8
 from dflash_trt.formats.precision import Precision
+
+if TYPE_CHECKING:
+    from dflash_trt.planning.gpus import Gpu
 
 
 def choose_engine(
@@ -88,7 +93,9 @@ def _too_large(
         max_seq_len=choose_max_seq_len(max_seq_len, target, drafter),
         max_batch_size=1,
         block_size=choose_block_size(None, target, drafter),
-        precision=choose_precision(precision, registry.find(engine), target, drafter, quantized=False),
+        precision=choose_precision(
+            precision, registry.find(engine), target, drafter, quantized=False, gpu=gpu
+        ),
     )
     estimate = estimate_memory(take_inventory(target, drafter), settings)
     if estimate.fits:
@@ -174,10 +181,12 @@ def choose_precision(
     drafter: DrafterConfig | None,
     *,
     quantized: bool,
+    gpu: Gpu | None = None,
 ) -> Precision:
     """The precision of a build: as asked. By default, where the engine multiplies integers, a drafter beside a large
     head is in INT8 with its copy of the head, as no token depends on it. `quantized`: whether drafter or head have a
-    number format of their own already.
+    number format of their own already. `gpu`: on which the engine may give a drafter that has no head a copy in FP8; it
+    does if that takes at most a fiftieth of the memory.
 
     Raises UsageError for a precision of a drafter that there is not.
     """
@@ -187,6 +196,9 @@ def choose_precision(
         in_groups = all(size % GROUP == 0 for size in (drafter.hidden_size, drafter.intermediate_size))
         if engine.multiplies_integers and free and in_groups and _has_large_head(target):
             return replace(asked, drafter=INT8.name, head=INT8.name)
+        if free and gpu is not None and engine.fp8_head is not None and gpu.sm >= engine.fp8_head:
+            small = 50 * target.vocab_size * target.hidden_size <= gpu.memory_bytes
+            return replace(asked, head=FP8.name if small and _has_large_head(target) else None)
         return asked
     for role in ("drafter", "head"):
         if value := getattr(asked, role):

@@ -46,8 +46,8 @@ With link they are hard links to the checkpoint's files, which must then stay un
 come from the configurations alone, for inspection only."""
 _PRECISION = """\
 Compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as
-target=nvfp4,drafter=bf16,head=fp8. Default: as stored. TensorRT then computes in bf16, and ONNX Runtime has a drafter
-beside a large head in INT8."""
+target=nvfp4,drafter=bf16,head=fp8. Default: as stored. TensorRT then computes in bf16, ONNX Runtime has a drafter
+beside a large head in INT8, and torch on a GPU with memory to spare the drafter's head in FP8."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

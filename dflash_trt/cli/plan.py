@@ -136,7 +136,11 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, target, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=choose_precision(precision, engine, target, drafter, quantized=bool(quantized)),
+        precision=choose_precision(
+            *(precision, engine, target, drafter),
+            quantized=bool(quantized),
+            gpu=gpu if inventory.draft_rows else None,  # else the drafter has a head
+        ),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 

@@ -126,6 +126,8 @@ class Engine:
 
     modules: Python modules that it can use, which `doctor` shows. needed: those without which it opens no bundle.
     options: its own options of a build. capabilities: the GPUs that it is chosen for; None: all.
+    fp8_head: the lowest compute capability at which a drafter multiplies a copy of the head in FP8 by default; None: it
+        does at none.
     weight_layout: how it reads quantized layers. unchanged: whether it reads checkpoints as they are, each in a folder
         of its bundle.
     own_loop: whether it runs its passes by itself, and not as this package asks. equal_rows: whether a row has the same
@@ -149,6 +151,7 @@ class Engine:
     needed: tuple[str, ...]
     options: type[EngineOptions] | None = None
     capabilities: Collection[int] | None = ()
+    fp8_head: int | None = None
     weight_layout: WeightLayout = "stored"
     unchanged: bool = False
     own_loop: bool = False

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from dflash_trt import LLM, SamplingParams
@@ -23,6 +26,7 @@ from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.extras import install
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.reports.environment import REQUIRED
 from dflash_trt.trtllm import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -113,10 +117,47 @@ def test_a_package_is_installed_by_its_own_name() -> None:
     assert install(":yaml").lower().startswith(("pip install pyyaml", "pip install 'pyyaml"))
 
 
-def chosen(pair: str, asked: Precision, engine: str = "onnxruntime", *, quantized: bool = False) -> Precision:
+def chosen(pair: str, asked: Precision, engine: str = "onnxruntime", **more: Any) -> Precision:
     target, drafter = known_configs(pair)
     configs = read_target_config(target), read_drafter_config(drafter)
-    return defaults.choose_precision(asked, registry.find(engine), *configs, quantized=quantized)
+    return defaults.choose_precision(asked, registry.find(engine), *configs, **{"quantized": False, **more})
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "head"),
+    [
+        (Precision(), "h100", "fp8"),
+        (Precision(target="int4"), "memory=32,sm=80", "fp8"),
+        (Precision(), "memory=24,sm=89", None),  # the copy would take more than a fiftieth
+        (Precision(), "memory=80,sm=75", None),  # the drafter is in FP16
+        (Precision(drafter="bf16"), "h100", None),
+        (Precision(head="nvfp4"), "h100", "nvfp4"),
+    ],
+)
+def test_on_a_gpu_with_memory_to_spare_torch_drafts_with_a_head_in_fp8(
+    asked: Precision, gpu: str, head: str | None
+) -> None:
+    here = find_gpu(gpu)
+    assert chosen("qwen3-8b", asked, "torch", gpu=here) == replace(asked, head=head)
+    for pair, engine, more in (
+        ("qwen3-8b", "tensorrt", {}),
+        ("tiny", "torch", {}),
+        ("qwen3-8b", "torch", {"quantized": True}),
+    ):
+        assert chosen(pair, asked, engine, gpu=here, **more) == asked
+
+
+def test_a_build_on_such_a_gpu_stores_that_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is large, and unless another precision is asked for."""
+    monkeypatch.setattr("dflash_trt.planning.gpus.gpu_here", lambda: find_gpu("h100"))
+    monkeypatch.setattr(defaults, "LARGE_HEAD_BYTES", 0)
+    target = make_target(tmp_path / "target")
+    pair = str(target), str(make_drafter(tmp_path / "drafter", target))
+    for asked, formats in ((None, {"e4m3"}), (Precision(drafter="bf16"), set())):
+        bundle = build(*pair, tmp_path / str(asked), engine="torch", max_seq_len=64, precision=asked)
+        nodes = ir.load(bundle.path / "drafter.onnx").graph
+        found = {node.attributes["codes"].as_string() for node in nodes if node.op_type == "Widened"}
+        assert found == formats
 
 
 def test_a_drafter_beside_a_large_head_is_in_int8() -> None:

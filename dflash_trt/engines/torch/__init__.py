@@ -124,6 +124,7 @@ ENGINE = Engine(
     modules=("torch", "triton"),
     needed=("torch",),
     capabilities=None,
+    fp8_head=_BF16,
     weight_layout="int4_by_row",
     options=TorchOptions,
     memory_settings=memory_settings,

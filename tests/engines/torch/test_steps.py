@@ -159,13 +159,22 @@ def test_a_pass_in_few_bits_launches_what_one_in_bf16_does(
     assert ours - ours_16 == Counter(quantized_rows=layers + 1), (ours, ours_16)
 
 
-def test_the_head_of_a_drafter_rounds_no_inputs(tmp_path: Path) -> None:
-    """Its other layers do."""
-    both = Precision(target="bf16", drafter="fp8", head="fp8")
-    bundle = build("tiny", None, tmp_path / "b", engine="torch", max_seq_len=64, precision=both)
+def test_a_drafter_in_fp8_changes_no_token(tmp_path: Path) -> None:
+    """All of its layers round their inputs, but its head does not."""
+    both = Precision(target="fp32", drafter="fp8", head="fp8")
+    bundle = build("tiny", None, tmp_path / "b", engine="torch", max_seq_len=256, precision=both)
     graph = ir.load(bundle.path / "drafter.onnx").graph
     assert {node.op_type for node in graph if "lm_head" in (node.name or "")} == {"Widened", "Gemm"}
-    assert any(node.op_type == "QuantizedRows" for node in graph)
+    counts = Counter(node.op_type for node in graph)
+    weights = [node for node in graph if node.op_type == "Widened"]
+    assert {node.attributes["codes"].as_string() for node in weights} == {"e4m3"}
+    assert counts["Gemm"] == 1
+    assert len(weights) == counts["ScaledProduct"] + 1 > 2 * counts["Attend"]
+    with LLM(bundle.path, max_batch_size=1, threads=1) as llm:
+        asked = [[5, 6, 7] * 6], SamplingParams(max_tokens=40, ignore_eos=True)
+        (plain,), (drafted,) = (llm.generate(*asked, speculate=given) for given in (False, True))
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.statistics.tokens_per_pass > 1
 
 
 def test_expanded_rows_have_memory_of_their_own() -> None:
