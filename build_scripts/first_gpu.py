@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from dflash_plugins import compiled
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as ours
 from dflash_plugins.launch import by_triton
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     parser.add_argument("--cublas", action="store_true", help="torch's products in place of ours")
+    parser.add_argument("--overlap", action="store_true", help="kernels start while the one before them ends")
     parser.add_argument(
         "--target", default="bf16" if GPU else "fp32", help="precision of the target's weights"
     )
@@ -68,6 +70,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.cublas:
         packed.plain = lambda weight: weight
+    compiled.OVERLAP = args.overlap
     device = torch.cuda.get_device_name() if GPU else "CPU"
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "kernels": kernels,

@@ -42,8 +42,8 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
 done
 section packed 20 "$python" -m build_scripts.packed_weights
 section passes 45 "$python" -m build_scripts.first_gpu passes
-[ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, with and without our products
-    for products in "" --cublas; do section "$pair-4-layers$products" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $products; done
+[ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, without our products, and with kernels that overlap
+    for way in "" --cublas --overlap; do section "$pair-4-layers$way" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $way; done
 done
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"

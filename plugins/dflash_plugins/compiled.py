@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ FILE = "kernels.json"
 _MOST_BYTES = 16 << 20  # the kernels for a vocabulary of 201,088 tokens have 0.7 MB
 LIBRARY = "libcuda.so.1"
 _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
+# Whether kernels for sm_90 and later start while the one before them ends (programmatic dependent launch). Off until it
+# is timed on a GPU: `build_scripts.first_gpu passes --overlap`.
+OVERLAP = False
+# Waits for all that earlier kernels write; then the next one may start, and wait.
+_WAIT = "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n"
 _INTEGERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
@@ -38,6 +44,18 @@ class Compiled:
     def stores(self) -> bool:
         """Whether the kernel writes anything. Triton 3.7.1 compiled a tile for sm_100 to nothing."""
         return "st.global" in self.ptx
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the kernel is launched before the one before it has ended."""
+        return OVERLAP and int(re.findall(r"\.target sm_(\d+)", self.ptx)[0]) >= 90
+
+    @property
+    def waiting(self) -> str:
+        """The PTX of a kernel that is."""
+        head, entry, rest = self.ptx.partition(f".entry {self.name}(")
+        declared, opening, body = rest.partition("{\n")
+        return head + entry + declared + opening + _WAIT + body
 
     @property
     def fits(self) -> bool:
@@ -62,6 +80,25 @@ def read(file: Path) -> dict[str, Compiled]:
         return {digest: from_json(fields) for digest, fields in kernels.items()}
     except (KeyError, TypeError) as error:
         raise BundleError(f"{file}: holds no compiled kernels: {error}") from error
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int64 * 8))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_OVERLAPPING = _Attribute(6, (ctypes.c_int64 * 8)(1))
 
 
 class CudaDriver:
@@ -94,7 +131,8 @@ class CudaDriver:
                 f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
             )
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
+        ptx = compiled.waiting if compiled.overlaps else compiled.ptx
+        self.call("cuModuleLoadData", ctypes.byref(module), ptx.encode())
         self.call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
         return function
 
@@ -109,6 +147,10 @@ class CudaDriver:
         """Queue a kernel. `values`: its arguments in the order of its parameters, as ctypes."""
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
+        if compiled.overlaps:
+            launch = _Launch((ctypes.c_uint * 7)(*sizes), stream, ctypes.pointer(_OVERLAPPING), 1)
+            self.call("cuLaunchKernelEx", ctypes.byref(launch), function, pointers, None)
+            return
         self.call(
             "cuLaunchKernel", function, *map(ctypes.c_uint, sizes), ctypes.c_void_p(stream), pointers, None
         )

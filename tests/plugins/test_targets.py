@@ -165,6 +165,8 @@ for use, target in pairs:
         most = 228  # in prompts
     if not made.stores or made.shared_bytes > uses.SHARED_BYTES or made.spill_bytes > most:
         found.append(f"{use} {target}")
+    if use.function == "router" and target >= 90:
+        compiler.resources(made.waiting, target)  # or its instruction is refused
     if use.function == "widen" and not use.constants["EXACT"] and re.search(r"mul\\.(rn\\.)?b?f16", made.ptx):
         found.append(f"{use} multiplies in 16 bits")
 rounds = uses.round_uses(201_088, 14_400, "bf16", 16)

@@ -1,0 +1,62 @@
+"""Kernels that start while the one before them ends: how the driver gets them, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from dflash_plugins import compiled
+
+PTX = ".version 8.7\n.target sm_90a\n.visible .entry add(\n\t.param .u32 add_param_0\n)\n.reqntid 64\n{\n\tret;\n}\n"
+KERNEL = compiled.Compiled("add", PTX, 64, 1024, 8, 0, ("count",))
+
+
+class Library:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.images, self.launches = list[str](), list[tuple[Any, ...]]()
+
+    def cuModuleLoadData(self, module: Any, image: bytes) -> int:
+        self.images.append(image.decode())
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = 5
+        return 0
+
+    def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
+        self.launches.append(("plain", [size.value for size in rest[:7]], rest[7].value))
+        return 0
+
+    def cuLaunchKernelEx(self, launch: Any, function: Any, pointers: Any, extra: Any) -> int:
+        """Reads the structure as cuda.h declares it."""
+        raw = ctypes.string_at(launch, 56)
+        sizes = list((ctypes.c_uint * 7).from_buffer_copy(raw))
+        stream, attributes = (ctypes.c_uint64 * 2).from_buffer_copy(raw, 32)
+        assert ctypes.c_uint.from_buffer_copy(raw, 48).value == 1
+        given = ctypes.string_at(attributes, 72)
+        identifier, allowed = (ctypes.c_int.from_buffer_copy(given, at).value for at in (0, 8))
+        count = ctypes.c_int.from_address(pointers[0]).value
+        self.launches.append((identifier, allowed, sizes, stream, function.value, count, extra))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("on", "target", "waits"), [(False, 90, 0), (True, 90, 1), (True, 120, 1), (True, 80, 0)]
+)
+def test_a_kernel_waits_for_those_before_it(
+    on: bool, target: int, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it may start before they end, which GPUs can from 9.0 on."""
+    library, kernel = Library(), replace(KERNEL, ptx=PTX.replace("sm_90a", f"sm_{target}"))
+    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(compiled, "OVERLAP", on)
+    driver = compiled.CudaDriver()
+    driver.launch(driver.load(kernel), kernel, (3, 2), [ctypes.c_int32(9)], 11)
+    wait = "{\ngriddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n\tret;"
+    assert library.images[0].count(wait) == library.images[0].count("griddep") / 2 == waits
+    sizes = [3, 2, 1, 64, 1, 1, 1024]
+    assert library.launches == [(6, 1, sizes, 11, 5, 9, None) if waits else ("plain", sizes, 11)]
