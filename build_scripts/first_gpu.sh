@@ -43,7 +43,7 @@ done
 section packed 20 "$python" -m build_scripts.packed_weights
 section passes 45 "$python" -m build_scripts.first_gpu passes
 [ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, without our products, and with kernels that overlap
-    for way in "" --cublas --overlap; do section "$pair-4-layers$way" 12 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $way; done
+    for way in "" --cublas --overlap; do section "$pair-4-layers$way" 8 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $way; done
 done
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
 OVERLAP = False
 # Waits for all that earlier kernels write; then the next one may start, and wait.
 _WAIT = "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n"
+# CUlaunchAttribute of cuda.h: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
+_OVERLAPPING = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1), 72)
 _INTEGERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
@@ -53,9 +56,7 @@ class Compiled:
     @property
     def waiting(self) -> str:
         """The PTX of a kernel that is."""
-        head, entry, rest = self.ptx.partition(f".entry {self.name}(")
-        declared, opening, body = rest.partition("{\n")
-        return head + entry + declared + opening + _WAIT + body
+        return re.sub(r"(\.entry [^{]*\{\n)", rf"\1{_WAIT}", self.ptx, count=1)
 
     @property
     def fits(self) -> bool:
@@ -80,25 +81,6 @@ def read(file: Path) -> dict[str, Compiled]:
         return {digest: from_json(fields) for digest, fields in kernels.items()}
     except (KeyError, TypeError) as error:
         raise BundleError(f"{file}: holds no compiled kernels: {error}") from error
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int64 * 8))
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = (
-        ("sizes", ctypes.c_uint * 7),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_OVERLAPPING = _Attribute(6, (ctypes.c_int64 * 8)(1))
 
 
 class CudaDriver:
@@ -148,8 +130,10 @@ class CudaDriver:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
         if compiled.overlaps:
-            launch = _Launch((ctypes.c_uint * 7)(*sizes), stream, ctypes.pointer(_OVERLAPPING), 1)
-            self.call("cuLaunchKernelEx", ctypes.byref(launch), function, pointers, None)
+            config = struct.pack(
+                "7IPPI4x", *sizes, stream, ctypes.addressof(_OVERLAPPING), 1
+            )  # CUlaunchConfig
+            self.call("cuLaunchKernelEx", config, function, pointers, None)
             return
         self.call(
             "cuLaunchKernel", function, *map(ctypes.c_uint, sizes), ctypes.c_void_p(stream), pointers, None

@@ -107,7 +107,7 @@ def typed(**names: str) -> Types:
     return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
 
 
-def optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
+def optional(types: Types, constants: dict[str, Any], present: bool, **arguments: Any) -> None:
     """Add arguments that a kernel may go without. Then they are a constant, None."""
     if present:
         types.update(arguments)
@@ -583,17 +583,9 @@ def router(
     constants: dict[str, Any] = {"EPSILON": epsilon, "D": hidden, "D_SLOTS": max(128, power_of_two(hidden))}
     constants |= {"OUTPUTS": ROUTER_OUTPUTS} | _chosen(experts, k or 1)
     optional(types, constants, biased, bias="*fp32")
-    optional(
-        types, constants, epsilon is not None, **dict.fromkeys(("y", "norm", "total", "normed"), f"*{dtype}")
-    )
+    optional(types, constants, epsilon is not None, **typed(**{dtype: "y norm total normed"}))
     optional(types, constants, arranged, arranged=f"*{dtype}")
-    optional(
-        types,
-        constants,
-        k > 0,
-        shares="*fp32",
-        **dict.fromkeys(("counter", "chosen", "pairs", "groups"), "*i32"),
-    )
+    optional(types, constants, k > 0, **typed(fp32="shares", i32="counter chosen pairs groups"))
     return Use("layers", "router", types, constants, num_warps=max(8, min(32, constants["D_SLOTS"] // 512)))
 
 

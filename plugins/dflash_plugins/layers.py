@@ -4,6 +4,7 @@ products, and the best tokens of a head's logits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,9 +239,23 @@ def gate(x: Tensor, rounded: Rounded | None = None, *, run: Run = by_triton) -> 
     return y, *(more[name] for name in more if name != "scale")
 
 
-def router(x: Tensor, weight: Tensor, bias: Tensor | None, *, run: Run = by_triton) -> Tensor:
-    """x [rows, D] by weight [E, D], both widened to float32, with bias [E] -> float32 [rows, E]."""
-    return _router(x, weight, bias, {}, run)
+def router(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    more: Mapping[str, Tensor] | None = None,
+    *,
+    run: Run = by_triton,
+    **what: Any,
+) -> Tensor:
+    """x [rows, D] by weight [E, D], both widened to float32, with bias [E] -> float32 [rows, E]. more, what: of
+    `norm_router`.
+    """
+    logits = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    use = uses.router(len(weight), x.shape[1], TYPE_NAMES[x.dtype], biased=bias is not None, **what)
+    grid = len(x), -(-len(weight) // uses.ROUTER_OUTPUTS)
+    run(use, grid, x=x, weight=weight, bias=bias, logits=logits, rows=len(x), **(more or {}))
+    return logits
 
 
 def norm_router(
@@ -259,27 +274,16 @@ def norm_router(
     """`add_norm` of x, y and the weight `norm`, and `router` of that: logits, or with up to ROUTE_ROWS rows the chosen
     experts. counter: int32 [1], zero. arranged: whether experts are in MXFP4.
     """
-    total, normed = torch.empty_like(x), torch.empty_like(x)
-    more = {"y": y, "norm": norm, "total": total, "normed": normed}
-    if len(x) > uses.ROUTE_ROWS:
-        return total, normed, _router(x, weight, bias, more, run, epsilon=epsilon)
-    s = MOE_ROUTE.sizes([(len(x), len(weight)), x.shape if arranged else None])
-    a = MOE_ROUTE.given({"k": k, "grouped": True})
-    routed = empty_outputs(MOE_ROUTE, s, a, TYPE_NAMES[x.dtype], x.device, {})
-    _router(
-        x, weight, bias, more | {"counter": counter} | routed, run, epsilon=epsilon, k=k, arranged=arranged
-    )
-    return total, normed, routed
-
-
-def _router(
-    x: Tensor, weight: Tensor, bias: Tensor | None, more: dict[str, Tensor], run: Run, **what: Any
-) -> Tensor:
-    logits = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    use = uses.router(len(weight), x.shape[1], TYPE_NAMES[x.dtype], biased=bias is not None, **what)
-    grid = len(x), -(-len(weight) // uses.ROUTER_OUTPUTS)
-    run(use, grid, x=x, weight=weight, bias=bias, logits=logits, rows=len(x), **more)
-    return logits
+    more = {"y": y, "norm": norm, "total": torch.empty_like(x), "normed": torch.empty_like(x)}
+    what: dict[str, Any] = {"run": run, "epsilon": epsilon}
+    sums, found = (more["total"], more["normed"]), None
+    if len(x) <= uses.ROUTE_ROWS:
+        s = MOE_ROUTE.sizes([(len(x), len(weight)), x.shape if arranged else None])
+        a = MOE_ROUTE.given({"k": k, "grouped": True})
+        found = empty_outputs(MOE_ROUTE, s, a, TYPE_NAMES[x.dtype], x.device, {})
+        more, what = more | found | {"counter": counter}, what | {"k": k, "arranged": arranged}
+    logits = router(x, weight, bias, more, **what)
+    return *sums, found or logits
 
 
 def best_token(logits: Tensor, *, run: Run = by_triton) -> tuple[Tensor, Tensor]:

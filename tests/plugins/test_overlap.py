@@ -32,7 +32,7 @@ class Library:
         return 0
 
     def cuLaunchKernelEx(self, launch: Any, function: Any, pointers: Any, extra: Any) -> int:
-        """Reads the structure as cuda.h declares it."""
+        """Reads the structures as cuda.h declares them."""
         raw = ctypes.string_at(launch, 56)
         sizes = list((ctypes.c_uint * 7).from_buffer_copy(raw))
         stream, attributes = (ctypes.c_uint64 * 2).from_buffer_copy(raw, 32)

@@ -186,12 +186,10 @@ class Graph:
     def _added(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes, where a norm also adds the experts of its rows, if nothing else reads their sum."""
         read = Counter([*self.outputs, *(name for node in nodes for name in node.inputs)])
-        sums = {node.inputs[1] for node in nodes if node.operator == "AddNorm"}
+        sums = {node.inputs[1] for node in nodes if node.operator == "AddNorm" and read[node.inputs[1]] == 1}
         return [
             replace(node, attributes={**node.attributes, "apart": 1})
-            if node.operator == "MXFP4Experts"
-            and sums.issuperset(node.outputs)
-            and read[node.outputs[0]] == 1
+            if node.operator == "MXFP4Experts" and sums.issuperset(node.outputs)
             else node
             for node in nodes
         ]
