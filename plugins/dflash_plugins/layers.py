@@ -83,8 +83,7 @@ def route(router_logits: Tensor, k: int, run: Run = by_triton) -> tuple[Tensor, 
     """Router logits float32 [rows, E] -> shares [rows, k], and int32: chosen [rows, k], pairs [rows * k], and groups
     [min(E, rows * k), 3], those of all experts in use; see kernels/moe.py.
     """
-    routed = _routed(router_logits, None, k, run)
-    return chosen(routed)
+    return chosen(_routed(router_logits, None, k, run))
 
 
 def chosen(routed: Routed) -> tuple[Tensor, Tensor, Tensor, Tensor]:

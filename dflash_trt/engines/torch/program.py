@@ -90,7 +90,7 @@ class Graph:
         self.known: dict[str, Tensor] = {}  # numbers of the host
         self.weights: dict[str, Any] = {}  # tensors, or as they are stored (packed.py)
         self.nodes = self._folded(nodes, model.graph.initializers)
-        self.nodes = self._routing(self._added(self._rounding(self._uncast(self.nodes))))
+        self.nodes = self._added(self._fused(self._uncast(self.nodes)))
         if alone:
             self.nodes = [self._multiplied(node) for node in self.nodes]
         self._uploaded: dict[str, Tensor] = {}
@@ -167,21 +167,36 @@ class Graph:
             for node in nodes
         ]
 
-    def _rounding(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes, where a norm or a gate also rounds its rows for the product after it (QuantizedRows)."""
+    def _fused(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, where a norm or a gate also rounds its rows for the product after it, or multiplies a router."""
         made_by = {n.outputs[-1]: n for n in nodes if n.operator in ("AddNorm", "Gate")}
-        both, left = dict[str, Node](), list[Node]()
+        constants, both, left = {*self.weights, *self.known}, dict[str, Node](), list[Node]()
         for node in nodes:
-            constant = node.operator == "QuantizedRows" and {*self.weights, *self.known} >= {node.inputs[1]}
-            before = made_by.pop(node.inputs[0], None) if constant else None
-            if before is None:
-                left.append(node)
-                continue
-            attributes, names = {**before.attributes, **node.attributes}, [*before.inputs, node.inputs[1]]
-            both[before.outputs[-1]] = Node(
-                *(before.operator, attributes, names, [*before.outputs, *node.outputs], before.host)
+            before = (
+                made_by.get(node.inputs[0]) if node.inputs and constants.issuperset(node.inputs[1:]) else None
             )
+            joined = before and self._joined(before, node, nodes)
+            if before is None or joined is None:
+                left.append(node)
+            else:
+                both[made_by.pop(node.inputs[0]).outputs[-1]] = joined
         return [both.get(node.outputs[-1], node) if node.outputs else node for node in left]
+
+    def _joined(self, before: Node, node: Node, nodes: Sequence[Node]) -> Node | None:
+        """Both as one; None if they are not. A router's logits must be for nothing but the choice of experts."""
+        operator, more, names = before.operator, node.attributes, node.inputs[1:]
+        if operator == "AddNorm" and node.operator == "Router":
+            readers = {n.operator: n.attributes for n in nodes if node.outputs[0] in n.inputs}
+            if readers.keys() not in ({"MXFP4Experts"}, {"Route"}):
+                return None
+            ((reader, chosen),) = readers.items()
+            operator, names = "NormRouter", [f"{node.outputs[0]}/counter", *names]
+            self.weights[names[0]] = torch.zeros(1, dtype=torch.int32, device=self.device)
+            more = {"k": chosen["k"], "arranged": reader == "MXFP4Experts"}
+        elif node.operator != "QuantizedRows":
+            return None
+        attributes, outputs = {**before.attributes, **more}, [*before.outputs, *node.outputs]
+        return Node(operator, attributes, [*before.inputs, *names], outputs, before.host)
 
     def _added(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes, where a norm also adds the experts of its rows, if nothing else reads their sum."""
@@ -193,27 +208,6 @@ class Graph:
             else node
             for node in nodes
         ]
-
-    def _routing(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes, where a norm and the router after it are one, if its logits only choose experts."""
-        norms = {n.outputs[-1]: n for n in nodes if n.operator == "AddNorm" and len(n.outputs) == 2}
-        constants, joined, left = {*self.weights, *self.known}, dict[str, Node](), list[Node]()
-        for node in nodes:
-            norm = norms.get(node.inputs[0]) if node.operator == "Router" else None
-            if norm is None or not constants.issuperset(node.inputs[1:]):
-                left.append(node)
-                continue
-            readers = {n.operator: n.attributes for n in nodes if node.outputs[0] in n.inputs}
-            if readers.keys() not in ({"MXFP4Experts"}, {"Route"}):
-                left.append(node)
-                continue
-            ((reader, chosen),) = readers.items()
-            counter = f"{node.outputs[0]}/counter"
-            self.weights[counter] = torch.zeros(1, dtype=torch.int32, device=self.device)
-            attributes = {**norm.attributes, "k": chosen["k"], "arranged": reader == "MXFP4Experts"}
-            inputs, outputs = [*norm.inputs, counter, *node.inputs[1:]], [*norm.outputs, *node.outputs]
-            joined[norm.outputs[-1]] = Node("NormRouter", attributes, inputs, outputs)
-        return [joined.get(node.outputs[-1], node) if node.outputs else node for node in left]
 
     def _multiplied(self, node: Node) -> Node:
         """The node, for our kernels if there are any and it is a product with a weight."""
