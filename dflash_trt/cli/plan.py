@@ -129,6 +129,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
     inventory = take_inventory(target, drafter, read)
     stored = [Quantization(folder) for folder in folders]
     quantized = stored[0].algorithm(HEAD) or stored[-1].algorithms
+    spare = gpu if inventory.draft_rows else None  # without rows, the drafter has a head of its own
     settings = Settings(
         engine=args.engine,
         gpu=gpu,
@@ -136,11 +137,7 @@ def prepare(args: argparse.Namespace, gpu: Gpu) -> tuple[Inventory, Settings]:
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, target, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=choose_precision(
-            *(precision, engine, target, drafter),
-            quantized=bool(quantized),
-            gpu=gpu if inventory.draft_rows else None,  # else the drafter has a head
-        ),
+        precision=choose_precision(precision, engine, target, drafter, quantized=bool(quantized), gpu=spare),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 

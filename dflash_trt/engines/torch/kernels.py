@@ -51,6 +51,14 @@ class LayerKernels:
         return None
 
 
+def tried(what: str, launched: Callable[..., Made], x: Any, *others: Any, **options: Any) -> Made | None:
+    """What a launch gives for contiguous tensors on x's device (`LayerKernels.first`); None without kernels."""
+    if (layer := of(x)) is None:
+        return None
+    tensors = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in (x, *others)]
+    return layer.first(what, lambda run, _: launched(*tensors, **options, run=run))
+
+
 def complete(device: torch.device) -> bool:
     """Whether all that passes asked for so far was computed by our kernels."""
     layer = of(torch.empty(0, device=device))

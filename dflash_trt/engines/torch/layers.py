@@ -103,12 +103,10 @@ def add_norm(
     a: Attributes, x: Tensor, y: Tensor, weight: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """x + y, and its RMS norm. With a scale, `quantized_rows` of it, too. y may be the parts of experts."""
-    layer, apart = kernels.of(x), y.ndim > x.ndim
-    fits = apart or (x.shape == y.shape and x.dtype == y.dtype)
-    if layer is not None and x.ndim == 2 and fits and x.dtype == weight.dtype:
-        tensors = x.contiguous(), y.contiguous(), weight, a.get("epsilon", 1e-5), _rounded(a, scale)
-        if (both := layer.first("norms", lambda run, _: ours.add_norm(*tensors, run=run))) is not None:
-            return both
+    apart, more = y.ndim > x.ndim, (weight, a.get("epsilon", 1e-5), _rounded(a, scale))
+    fits = x.ndim == 2 and x.dtype == weight.dtype and (apart or (x.shape == y.shape and x.dtype == y.dtype))
+    if fits and (both := kernels.tried("norms", ours.add_norm, x, y, *more)):
+        return both
     if apart:
         y = sum(y.unbind(1), torch.zeros_like(y[:, 0])).to(x.dtype)
     total = x + y
@@ -127,11 +125,9 @@ def _normed(a: Attributes, x: Tensor, weight: Tensor) -> Tensor:
 
 def gate(a: Attributes, x: Tensor, sizes: list[int], scale: Tensor | None = None) -> tuple[Tensor, ...]:
     """Swish of the first part of each row times the second. With a scale, `quantized_rows` of it, too."""
-    layer = kernels.of(x)
-    if layer is not None and x.ndim == 2 and sizes[0] == sizes[1]:
-        rows = layer.first("gates", lambda run, _: ours.gate(x.contiguous(), _rounded(a, scale), run=run))
-        if rows is not None:
-            return rows
+    fits = x.ndim == 2 and sizes[0] == sizes[1]
+    if fits and (rows := kernels.tried("gates", ours.gate, x, _rounded(a, scale))):
+        return rows
     first, second = torch.split(x, sizes, -1)
     gated = F.silu(first) * second
     return (gated,) if scale is None else (gated, *quantized_rows(a, gated, scale))
@@ -139,11 +135,9 @@ def gate(a: Attributes, x: Tensor, sizes: list[int], scale: Tensor | None = None
 
 def router(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product in float32."""
-    layer = kernels.of(x)
-    if layer is not None and len(weight) <= MOST_EXPERTS:
-        y = layer.first("routers", lambda run, _: ours.router(x.contiguous(), weight, bias, run=run))
-        if y is not None:
-            return y
+    fits = len(weight) <= MOST_EXPERTS
+    if fits and (y := kernels.tried("routers", ours.router, x, weight, bias)) is not None:
+        return y
     return F.linear(x.to(weight.dtype), weight, bias)
 
 
@@ -157,14 +151,10 @@ def norm_router(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | ours.Routed]:
     """`add_norm`, and `router` of the norm: its logits, or what a kernel chose by them."""
-    layer = kernels.of(x)
-    fits = x.shape == y.shape and x.dtype == y.dtype == norm.dtype
-    if layer is not None and len(weight) <= MOST_EXPERTS and fits:
-        tensors: Any = x.contiguous(), y.contiguous(), norm, a["epsilon"], weight, bias
-        more = {"counter": counter, "k": a["k"], "arranged": a["arranged"]}
-        found = layer.first("routers", lambda run, _: ours.norm_router(*tensors, **more, run=run))
-        if found is not None:
-            return found
+    fits = len(weight) <= MOST_EXPERTS and x.shape == y.shape and x.dtype == y.dtype == norm.dtype
+    given, more = (x, y, norm, a["epsilon"], weight, bias), {"k": a["k"], "arranged": a["arranged"]}
+    if fits and (found := kernels.tried("routers", ours.norm_router, *given, counter=counter, **more)):
+        return found
     total, normed = add_norm(a, x, y, norm)
     return total, normed, router(a, normed, weight, bias)
 
@@ -309,19 +299,15 @@ def _seen(first: Tensor, last: Tensor, start: Tensor | None, visible: Tensor | N
 
 def quantized_rows(a: Attributes, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """`QuantizedRows` (dflash_trt/graph/torch.py)."""
-    layer, fp8 = kernels.of(x), a["scheme"] == "fp8"
-    if layer is not None and x.ndim == 2:
-        tensors: Any = x.contiguous(), _rounded(a, scale)
-        if (
-            both := layer.first("rounded rows", lambda run, _: ours.quantized_rows(*tensors, run=run))
-        ) is not None:
-            return both
+    fits = x.ndim == 2
+    if fits and (both := kernels.tried("rounded rows", ours.quantized_rows, x, _rounded(a, scale))):
+        return both
     scale = scale.float()
     wide, factor = x.float(), scale.reshape(1, 1).expand(len(x), 1)
     if a["by_row"]:
         largest = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
         wide, factor = wide / largest, largest * scale
-    numbers = _e4m3(wide / scale) if fp8 else _in_blocks(wide, scale)
+    numbers = _e4m3(wide / scale) if a["scheme"] == "fp8" else _in_blocks(wide, scale)
     return (numbers * uses.SHRUNK[a["scheme"]]).to(x.dtype), factor / uses.SHRUNK[a["scheme"]]
 
 
@@ -345,10 +331,8 @@ def route(a: Attributes, logits: Tensor | ours.Routed) -> tuple[Tensor, Tensor, 
     """`Route` (dflash_trt/graph/torch.py). Order and groups are there with kernels alone."""
     if isinstance(logits, dict):
         return ours.chosen(logits)
-    if (layer := kernels.of(logits)) is not None:
-        routes = layer.first("routes", lambda run, _: ours.route(logits.contiguous(), a["k"], run))
-        if routes is not None:
-            return routes
+    if routes := kernels.tried("routes", ours.route, logits, a["k"]):
+        return routes
     values, best = (part[:, : a["k"]] for part in torch.sort(logits, descending=True, stable=True))
     return values.softmax(-1), best, None, None
 
@@ -445,12 +429,9 @@ def gated_delta_net(
     begun: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dflash::GatedDeltaNet` (dflash_trt/graph/delta_net.py), row by row."""
-    if (layer := kernels.of(q)) is not None:
-        inputs = q, k, v, gates, state, pending_gates, replayed, certain, begun
-        tensors = [tensor.contiguous() for tensor in inputs]
-        results = layer.first("Gated DeltaNet", lambda run, _: ours.gated_delta_net(*tensors, run=run))
-        if results is not None:
-            return results
+    inputs = q, k, v, gates, state, pending_gates, replayed, certain, begun
+    if results := kernels.tried("Gated DeltaNet", ours.gated_delta_net, *inputs):
+        return results
     (batch, count, _), (_, heads, key_dim, value_dim) = gates.shape, state.shape
     waiting = q.shape[1] - count
     # A pending row that is not replayed changes nothing: its decay is 1, and its beta 0.
@@ -477,10 +458,8 @@ def gated_delta_net(
 
 def best_token(a: Attributes, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first largest of each row of logits [rows,V], and its log-probability in float32: [rows,1]."""
-    if (layer := kernels.of(logits)) is not None:
-        both = layer.first("best tokens", lambda run, _: ours.best_token(logits.contiguous(), run=run))
-        if both is not None:
-            return both
+    if both := kernels.tried("best tokens", ours.best_token, logits):
+        return both
     logits = logits.float()
     return logits.argmax(-1, keepdim=True), logits.log_softmax(-1).amax(-1, keepdim=True)
 
