@@ -60,15 +60,15 @@ class DevicePool(FixedRows):
     def drop(self, slot: int, count: int, left: int) -> None:
         with on(self._stream):
             for rows in self.rows(slot):
-                kept = rows[:, count : count + left]  # fewer are there of a sequence that was not read here
-                rows[:, : kept.shape[1]].copy_(kept if left <= count else kept.clone())
+                # Fewer are there of a sequence that was not read here.
+                _shift(rows, range(count, min(count + left, rows.shape[1])), 0)
 
     def room(self, slot: int) -> int:
         """The rows of a slot."""
         return max([rows.shape[2] for rows in self.arrays.values()], default=0)
 
-    def point(self, slot: int, count: int) -> None:
-        """Let the next pass over prompts work on so many slots from this one on."""
+    def point(self, profile: int, slot: int, count: int) -> None:
+        """Let the next pass of this profile work on so many slots from this one on."""
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """One kernel if `compact_by` gave one, else copies for each layer."""
@@ -123,15 +123,7 @@ class Regions(DevicePool):
         self._held = regions if self._fixed else [range(0)] * (slots + kept)
         places = torch.zeros(2, slots, dtype=torch.int64, device=some.device)
         self.regions = {DECODE: places, PREFILL: places.clone()}
-        self._moved = places.new_zeros(2)
-        self._tell()
-
-    def _tell(self) -> None:
-        with on(self._stream):
-            held = [region or range(self._spare) for region in self._held[: self._slots]]
-            places = torch.tensor([[r.start for r in held], [r.stop for r in held]])
-            # Pageable memory is read before this returns.
-            self.regions[DECODE].copy_(places, non_blocking=True)
+        self._told: list[range | None] = [None] * slots  # what the device knows of `_held`
 
     def rows(self, slot: int) -> list[Tensor]:
         held = self._held[slot]
@@ -144,8 +136,17 @@ class Regions(DevicePool):
     def room(self, slot: int) -> int:
         return len(self._held[slot]) or self._spare
 
-    def point(self, slot: int, count: int) -> None:
-        self.regions[PREFILL][:, :count].copy_(self.regions[DECODE][:, slot : slot + count])
+    def point(self, profile: int, slot: int, count: int) -> None:
+        places, held = self.regions[DECODE], self._held[: self._slots]
+        if held != self._told:
+            changed = [i for i, told in enumerate(self._told) if told != held[i]]
+            for i in changed:
+                region = held[i] or range(self._spare)
+                places[0, i].fill_(region.start)  # a number in a launch needs no memory of the host
+                places[1, i].fill_(region.stop)
+            self._told[:] = held
+        if profile == PREFILL:
+            self.regions[PREFILL][:, :count].copy_(places[:, slot : slot + count])
 
     def reserve(self, slot: int, rows: int) -> bool:
         held, rows = self._held[slot], min(-(-rows // UNIT) * UNIT, self.most)
@@ -157,28 +158,16 @@ class Regions(DevicePool):
                 for array in self.arrays.values():
                     _shift(array, held, found.start)
             self._held[slot] = found
-        elif not self._together(slot, rows):
-            return False
-        self._tell()
-        return True
+            return True
+        return self._together(slot, rows)
 
     def release(self, slot: int, rows: int = 0) -> None:
         if not self._fixed:
             self._held[slot] = self._held[slot][: -(-rows // UNIT) * UNIT] or range(0)
-            if slot < self._slots:
-                self._tell()
 
     def move(self, source: int, target: int, count: int) -> None:
-        """They change places. The host need not tell the device so of two that it knows."""
+        """They change places."""
         self._held[source], self._held[target] = self._held[target], self._held[source]
-        if max(source, target) >= self._slots:
-            self._tell()
-            return
-        one, other = (self.regions[DECODE][:, slot] for slot in (source, target))
-        with on(self._stream):
-            self._moved.copy_(one)
-            one.copy_(other)
-            other.copy_(self._moved)
 
     def _found(self, slot: int, rows: int) -> range:
         """So many free rows: after those of the slot and with these, or elsewhere. Empty if there are none."""
@@ -191,22 +180,25 @@ class Regions(DevicePool):
         return next((range(begin, begin + rows) for begin, end in gaps if end - begin >= rows), range(0))
 
     def _together(self, slot: int, rows: int) -> bool:
-        """Move all regions to the beginning, that of the slot last with so many rows. Returns whether there are."""
+        """Let a slot have so many rows between all other regions, which move to the beginning and to the end. Returns
+        whether there are so many.
+        """
         held, end = list(self._held), self._spare
-        others = sorted(
-            (i for i, region in enumerate(held) if region and i != slot), key=lambda i: held[i].start
-        )
-        if end + sum(len(held[i]) for i in others) + rows > self._total:
+        order = sorted((i for i, region in enumerate(held) if region), key=lambda i: held[i].start)
+        if end + sum(map(len, held)) - len(held[slot]) + rows > self._total:
             return False
-        for i in others:
+        if not held[slot]:
+            order.append(slot)
+        at, begin = order.index(slot), self._total
+        for i in order[:at]:
             self._held[i] = range(end, end := end + len(held[i]))
+        for i in reversed(order[at + 1 :]):
+            self._held[i] = range(begin := begin - len(held[i]), begin + len(held[i]))
         self._held[slot] = range(end, end + rows)
         with on(self._stream):
             for array in self.arrays.values():
-                copy = array[:, held[slot].start : held[slot].stop].clone()
-                for i in others:
+                for i in [*order[:at], *reversed(order[at:])]:  # none over rows that have yet to move
                     _shift(array, held[i], self._held[i].start)
-                array[:, end : end + copy.shape[1]].copy_(copy)
         return True
 
     def _by_slot(self) -> list[Tensor]:
@@ -217,11 +209,25 @@ class Regions(DevicePool):
 
 
 def _shift(rows: Tensor, held: range, begin: int) -> None:
-    """Move the rows of a region to another place, which may overlap with its own."""
-    if held and begin != held.start:
-        region = rows[:, held.start : held.stop]
-        apart = abs(begin - held.start) >= len(held)
-        rows[:, begin : begin + len(held)].copy_(region if apart else region.clone())
+    """Move the rows of a region to another place, which may overlap with its own. Without memory for a copy of them,
+    in parts that do not overlap.
+    """
+    step, count = abs(begin - held.start), len(held)
+    if not (held and step):
+        return
+    if step < count:
+        try:
+            with memory_errors():
+                copy = rows[:, held.start : held.stop].clone()
+        except MemoryError:
+            pass
+        else:
+            rows[:, begin : begin + count].copy_(copy)
+            return
+    parts = range(0, count, step)
+    for at in parts if begin < held.start else reversed(parts):
+        part = rows[:, held.start + at : min(held.start + at + step, held.stop)]
+        rows[:, begin + at : begin + at + part.shape[1]].copy_(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from dflash_trt.engines.device.caches import DeviceCaches
-from dflash_trt.engines.device.sizes import PREFILL
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -80,9 +79,8 @@ class DeviceRunner(ABC):
             if numbers.data_ptr() != self.whole_buffer(profile, name).data_ptr():
                 # pageable memory is read before this returns
                 self.buffer(profile, name, *fed.shape).copy_(numbers, non_blocking=True)
-        if profile == PREFILL:
-            for kind in self.caches.kinds:
-                kind.pool.point(first_slot, len(feeds["start"]))
+        for kind in self.caches.kinds:
+            kind.pool.point(profile, first_slot, len(feeds["start"]))
         if (captured := self._captured.get((shapes, self._place(first_slot)))) is None:
             return self._first(shapes, first_slot)
         again, outputs = captured

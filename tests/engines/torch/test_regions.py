@@ -18,12 +18,18 @@ from dflash_trt.engines.device.stream import HostStream
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_regions_grow_move_and_keep_their_rows(seed: int) -> None:
-    """In any order. If a region cannot grow, there are not so many free rows."""
+def test_regions_grow_move_and_keep_their_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order. If a region cannot grow, there are not so many free rows. It needs no further memory."""
+
+    def refused(rows: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     rng, slots, most, spare, kept = random.Random(seed), 5, 640, 64, seed % 3
     rows = torch.zeros(2, spare + rng.choice([640, 900, 1500]), 4)
     pool = Regions({"k_cache.0": rows}, HostStream(), slots - kept, most, spare, kept)
     held: dict[int, torch.Tensor] = {}
+    if seed % 2:
+        monkeypatch.setattr(torch.Tensor, "clone", refused)
     for _ in range(300):
         slot, other = rng.sample(range(slots), 2)
         match rng.choice(["grow", "grow", "free", "move"]):
@@ -51,6 +57,7 @@ def test_regions_grow_move_and_keep_their_rows(seed: int) -> None:
         assert all(spare <= start and stop <= rows.shape[1] for start, stop in ranges)
         for i, expected in held.items():
             assert torch.equal(pool.rows(i)[0][:, : expected.shape[1]], expected)
+        pool.point(DECODE, 0, 1)
         assert pool.regions[DECODE][0].tolist() == [each.start for each in pool._held[: slots - kept]]
     assert held
 

@@ -181,7 +181,7 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
     wide: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
     """Nothing is allocated: what sampling must know of a request goes with the first numbers of a round, and the
-    drafter reads what waits in a pass of few sizes. Where a region of a slot changes, those of both models are sent.
+    drafter reads what waits in a pass of few sizes. Where a region begins goes with the launch that writes it there.
     """
     with LLM(wide.path, max_batch_size=3) as llm:
         runtime, rounds = llm.runtime, counted(llm, gpu)
@@ -195,13 +195,10 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
             while not runtime.scheduler.idle:
                 runtime.scheduler.step(FixedLength(4))
         assert any(each["graph launches"] == each["copies to the device"] == 2 for each in rounds)
-        assert sum(not each["copies of pageable memory"] for each in rounds) > len(rounds) / 2
         for each in rounds:
-            regions = each["copies of pageable memory"]
-            assert not each["allocations"], each
-            assert regions in (0, 2, 4, 6), each
+            assert not each["allocations"] + each["copies of pageable memory"], each
             assert each["waits"] == each["copies to the host"] == 1, each
-            assert each["copies to the device"] - regions <= 2, each
+            assert each["copies to the device"] <= 2, each
 
 
 def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
