@@ -181,8 +181,9 @@ class Scheduler:
             with self.pair.arrays.stream():
                 after = _attempt(lambda: self._follow(begun))
                 emissions += self._decide(begun, lengths, None if isinstance(after, Exception) else after)
+        if not isinstance(after, Exception):
+            yield from self._read_prompts(emissions, after)
         if after is None:
-            yield from self._read_prompts(emissions)
             self._keep_room()
             with self.pair.arrays.stream():
                 after = _attempt(lambda: self._launch(lengths, emissions))
@@ -223,7 +224,9 @@ class Scheduler:
         before.
         """
         active, draft = begun.active, begun.draft
-        waits = self.filling or (self.waiting and not self._full and len(active) < self.max_batch_size)
+        waits = self.waiting and not self._full and len(active) < self.max_batch_size
+        if self.filling:  # unless it is read to its end now, it can go on between these rounds
+            waits = any(self._chunk_end(r, self.pair.prefill_chunk) == len(r.text) for r in self.filling)
         goes_on = any(r.stop.remaining > draft.length_of(slot, r) for slot, r in enumerate(active))
         if (
             waits
@@ -378,19 +381,25 @@ class Scheduler:
             self.slots.drop(request.slot)
             self.pair.clear(request.slot)
 
-    def _read_prompts(self, emissions: list[Emission]) -> Iterator[list[Emission]]:
+    def _read_prompts(
+        self, emissions: list[Emission], after: _Launched | None = None
+    ) -> Iterator[list[Emission]]:
         """Read prompts, `prefill_chunk` tokens and then as many again, until the next ones would take too long. Gives
         what there is before each of them.
+
+        after: a round that runs before. While it has its slots, no further prompt begins.
         """
         begin = now = perf_counter()
-        while self._reads_on(self.pair.prefill_chunk):
+        while (after is None or self.filling) and self._reads_on(self.pair.prefill_chunk):
             before, budget = now, self.pair.prefill_chunk
             while budget > 0 and self._reads_on(budget):
                 if emissions:
                     yield self._counted(emissions[:])
                     emissions.clear()
                 budget -= self._prefill(budget, emissions)
-            now = perf_counter()
+                if after is not None and not self.filling:
+                    return
+            now = max(perf_counter() - (0.0 if after is None else sum(after.seconds())), before)
             if (now - begin) + (now - before) >= self.prompt_delay:
                 return
 

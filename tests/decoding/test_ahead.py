@@ -246,3 +246,22 @@ def test_padding_leaves_the_rows_of_a_slot_that_has_ended() -> None:
     tokens = finish(pool, Lengths(3), again)
     assert tokens[again] == expected(again.prompt, PLAIN, 0)
     assert again.statistics.num_cached_tokens == 29
+
+
+@pytest.mark.parametrize("target", [FakeTarget, WindowTarget, LongStrideTarget])
+def test_rounds_start_ahead_between_the_chunks_of_a_prompt(target: type[FakeTarget]) -> None:
+    """But for the last one, after which its request is in the next round; and others wait for memory or for a slot."""
+    pool, lengths = DevicePool(4, max_seq_len=160, target=target), Lengths(3)
+    scheduler, few = pool.scheduler, [request(prompt(4, i), PLAIN, draft=i < 2) for i in range(3)]
+    later = [request(prompt(90, i), SamplingParams(max_tokens=20)) for i in range(3)]
+    for each in [*few, *later]:
+        scheduler.submit(each)
+    steps, followed, reading, before = 0, 0, list[Any](), 0
+    for _ in drive(pool, lengths):
+        if reading and scheduler.filling == reading and len(scheduler.active) == 3:
+            steps, followed = steps + 1, followed + pool.followed - before
+        reading, before = scheduler.filling[:], pool.followed
+    assert steps > 6
+    assert followed > steps * 2 / 3
+    for each in [*few, *later]:
+        assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, each.seed)

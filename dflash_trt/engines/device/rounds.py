@@ -62,6 +62,7 @@ class RoundMemory:
         self._starts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # of `_begin`, by role and batch
         self._unread: dict[int, torch.Tensor] = {}  # the features of so many slots
         self._wider: dict[Any, torch.Tensor] = {}  # places of the tokens of one shape in those of another
+        self._idles: dict[tuple[str, int], int] = {}  # where passes begin in idle slots, as the device knows
         self._sent = b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
         self._asked = (0, 0)  # sequences and nodes of this round's block
@@ -326,6 +327,12 @@ class RoundMemory:
         block = None if nodes == 1 else self.part("block", *self._block)[:n, 0]
         next_round(self.part, n, nodes, width, block)
         self._sent, self.landing = b"", None
+        for role in self._runners:  # prompts may have gone on in idle slots
+            for slot, start in enumerate(self._idle(role, n), n):
+                if self._idles.get((role, slot)) != start:
+                    self._idles[role, slot] = start
+                    self._device_parts[f"{role}_start"][slot] = start
+                    self.moved(role, slot)
 
     def moved(self, role: str, slot: int) -> None:
         """Tell the device where the rows of a slot lie now, for a round that follows without inputs of the host."""
@@ -343,14 +350,10 @@ class RoundMemory:
         return self._corner("tokens", (n, width), n, 1)
 
     def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
-        """The inputs about where a pass begins, in this memory. In idle slots it begins after the rows of tokens."""
-        rows, n, batch = self._runners[role].caches, len(start), fitting(len(start), self.batches)
-        # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
-        written = 1 + self._most * (2 if role == "drafter" else 1)
-        idle = [
-            min(rows.last(slot), min(self._capacity, rows.room(slot)) - written) for slot in range(n, batch)
-        ]
-        starts = start.tolist()
+        """The inputs about where a pass begins, in this memory."""
+        rows, starts, idle = self._runners[role].caches, start.tolist(), self._idle(role, len(start))
+        batch = len(starts + idle)
+        self._idles |= {(role, slot): start for slot, start in enumerate(idle, len(starts))}
         numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
         for name, values in numbers.items():
             self._write(f"{role}_{name}", values)
@@ -358,6 +361,14 @@ class RoundMemory:
             begun = {name: self.part(f"{role}_{name}", batch) for name in numbers}
             self._starts[role, batch] = begun
         return begun
+
+    def _idle(self, role: str, n: int) -> list[int]:
+        """Where a pass begins in the idle slots after n others: after the rows of tokens."""
+        rows = self._runners[role].caches
+        # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
+        written = 1 + self._most * (2 if role == "drafter" else 1)
+        slots = range(n, fitting(n, self.batches))
+        return [min(rows.last(slot), min(self._capacity, rows.room(slot)) - written) for slot in slots]
 
     def _write(self, name: str, numbers: Array | Sequence[int]) -> None:
         """The first numbers of a part, which reach the device when the inputs are sent."""
