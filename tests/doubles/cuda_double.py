@@ -22,7 +22,6 @@ import torch._dynamo  # which factory functions import, and which reads the real
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 Work = Callable[[], None]
 aten = torch.ops.aten
@@ -217,10 +216,13 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        if Cuda.running:
+            return func(*args, **kwargs)
+        tensors = list[torch.Tensor]()
+        _mapped(tensors.append, (args, *kwargs.values()))
         returns = func._schema.returns
-        if Cuda.running or not any(tensor in Cuda.device_memory for tensor in tensors):
-            Cuda.counts["allocations"] += not Cuda.running and any(r.alias_info is None for r in returns)
+        if not any(tensor in Cuda.device_memory for tensor in tensors):
+            Cuda.counts["allocations"] += any(r.alias_info is None for r in returns)
             return func(*args, **kwargs)
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)  # a view
@@ -238,35 +240,56 @@ class _Operators(TorchDispatchMode):
         for tensor in tensors:
             if tensor not in Cuda.device_memory and tensor.dim():  # such as the numbers of an index
                 Cuda.counts["copies to the device"] += 1
-        args, kwargs = tree_map(_staged, (args, kwargs))
+        args = _mapped(_staged, args)
+        kwargs = {name: _mapped(_staged, value) for name, value in kwargs.items()}
         if any(r.alias_info is not None for r in returns):
             Cuda.launch(lambda: func(*args, **kwargs))
             outs = tuple(kwargs[value.name] for value in func._schema.arguments if value.is_out)
             return outs if len(outs) > 1 else kwargs.get("out", args[0])
-        shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-        outputs = tree_map(
-            lambda value: _garbage(value) if isinstance(value, torch.Tensor) else value, shapes
-        )
+        outputs = _mapped(_garbage, _shapes(func, args, kwargs))
         if func.__name__.split(".")[0] in ("new_empty", "empty_like", "new_empty_strided"):
             return outputs
 
         def run() -> None:
             found = func(*args, **kwargs)
-            for out, result in zip(tree_flatten(outputs)[0], tree_flatten(found)[0], strict=True):
+            pairs = [(outputs, found)] if isinstance(found, torch.Tensor) else zip(outputs, found, strict=True)
+            for out, result in pairs:
                 out.copy_(result)
 
         Cuda.launch(run)
         return outputs
 
 
-def _meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """An operator's arguments or results with their tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)([_mapped(change, item) for item in value]) if type(value) in (list, tuple) else value
 
 
-def _staged(value: Any) -> Any:
+def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, without numbers."""
+    key = repr((func, _mapped(_layout, args), [(name, _mapped(_layout, value)) for name, value in kwargs.items()]))
+    if key not in _KNOWN:
+        on_meta = {name: _mapped(_meta, value) for name, value in kwargs.items()}
+        _KNOWN[key] = func(*_mapped(_meta, args), **on_meta)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[str, Any] = {}
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of pageable memory as it is now."""
-    host = isinstance(value, torch.Tensor) and value not in Cuda.device_memory
-    return value.clone() if host and value not in Cuda.pinned_memory else value
+    return tensor if tensor in Cuda.device_memory or tensor in Cuda.pinned_memory else tensor.clone()
 
 
 def _garbage(shape: torch.Tensor) -> torch.Tensor:
