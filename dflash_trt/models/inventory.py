@@ -133,9 +133,10 @@ class Inventory:
     def draft_rows(self) -> int:
         """Rows of the head that the drafter takes from its target: those of its draft vocabulary, by default all.
 
-        0: it has a head of its own.
+        0: it has a head of its own, or there is no drafter.
         """
-        assert self.drafter is not None
+        if self.drafter is None:
+            return 0
         file = self.drafter.path.parent / FILE
         whole = self.target.vocab_size
         if self.drafter.own_head or any(t.name == "lm_head.weight" for t in self.tensors["drafter"]):

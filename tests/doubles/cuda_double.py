@@ -252,7 +252,9 @@ class _Operators(TorchDispatchMode):
 
         def run() -> None:
             found = func(*args, **kwargs)
-            pairs = [(outputs, found)] if isinstance(found, torch.Tensor) else zip(outputs, found, strict=True)
+            pairs = (
+                [(outputs, found)] if isinstance(found, torch.Tensor) else zip(outputs, found, strict=True)
+            )
             for out, result in pairs:
                 out.copy_(result)
 
@@ -269,7 +271,9 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operator returns, without numbers."""
-    key = repr((func, _mapped(_layout, args), [(name, _mapped(_layout, value)) for name, value in kwargs.items()]))
+    key = repr(
+        (func, _mapped(_layout, args), [(name, _mapped(_layout, value)) for name, value in kwargs.items()])
+    )
     if key not in _KNOWN:
         on_meta = {name: _mapped(_meta, value) for name, value in kwargs.items()}
         _KNOWN[key] = func(*_mapped(_meta, args), **on_meta)

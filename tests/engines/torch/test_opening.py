@@ -87,6 +87,7 @@ def test_rounds_of_all_sizes_are_captured_within_a_time(
 def test_rounds_for_which_caches_have_no_memory_are_not_captured(
     made: Bundle, gpu: pytest.MonkeyPatch
 ) -> None:
+    gpu.setattr(opening, "_WARM_UP_SECONDS", 0.0)
     with LLM(made.path, max_batch_size=64, cache_tokens=600) as llm:
         pair = llm.runtime.pair
         assert 1 < max(n for n, _ in decoding(pair.target, "tokens")) < 64
@@ -123,6 +124,7 @@ def test_a_batch_that_was_not_asked_for_is_halved_until_it_fits(
             raise torch.OutOfMemoryError(SAID)
         return made_of(*given, slots=slots, **named)
 
+    gpu.setattr(opening, "_WARM_UP_SECONDS", 0.0)
     gpu.setattr(opening, "pair_of", small)
     most = 3
     with LLM(made.path) as llm:
@@ -156,6 +158,7 @@ def test_caches_share_the_memory_that_is_free(
         with LLM(made.path, max_batch_size=SLOTS, **options) as llm:
             return llm.metrics.cache_tokens, [done.token_ids for done in llm.generate(prompts, params)]
 
+    gpu.setattr(opening, "_WARM_UP_SECONDS", 0.0)
     gpu.setattr(opening, "pair_of", refusing)
     gpu.setattr(opening, "USUAL_CONTEXT", 8)
     most, expected = answers()
