@@ -322,7 +322,7 @@ class Drafter:
                 part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
                 read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
                 finite += [self.arrays.finite(part), *read]
+            return all(self.arrays.readable(*finite))
         except MemoryError:
             self.seen[slot], self.unread[slot] = seen, unread
             raise
-        return all(self.arrays.readable(*finite))

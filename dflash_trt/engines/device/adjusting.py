@@ -56,8 +56,9 @@ class Adjusting:
             facts[slot, 0] = -1
             if here and (history := request.history) is not None:
                 if self._held[slot] is not request:
-                    self._held[slot] = request
+                    self._held[slot] = None  # if this fails
                     self._load(slot, history, request)
+                    self._held[slot] = request
                 recent = request.output[-1 - (facts.shape[1] - 4) : -1]
                 facts[slot, :3] = len(request.prompt), len(request.output) - 1, len(history.words)
                 facts[slot, facts.shape[1] - len(recent) :] = recent

@@ -208,7 +208,7 @@ class DeviceArrays:
         self._stream.synchronize()
 
     def readable(self, *outputs: torch.Tensor) -> Sequence[Array]:
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             copies = [tensor.to("cpu", non_blocking=True) for tensor in outputs]  # in pinned memory
             self._stream.synchronize()
         return [tensor.numpy() for tensor in copies]
@@ -243,16 +243,16 @@ class DeviceArrays:
         doubts = [r.in_doubt and r.history is not None for r in active]
         self._by_kernels = [taken and not doubt for taken, doubt in zip(self._takes, doubts, strict=True)]
         if self._samples_all and any(r.history is not None for r in active):
-            with on(self._stream):
+            with memory_errors(), on(self._stream):
                 self._adjusting.start(active, self._by_kernels)
 
     def finite(self, numbers: torch.Tensor) -> torch.Tensor:
-        with on(self._stream):  # one pass over the numbers; a NaN is the largest
+        with memory_errors(), on(self._stream):  # one pass over the numbers; a NaN is the largest
             largest: torch.Tensor = torch.linalg.vector_norm(numbers, torch.inf)
             return largest < torch.inf
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
         odds = DeviceArray(lambda: self._round.drafted("logprobs", *logprobs.shape)[:, :places])
@@ -353,7 +353,7 @@ class DeviceArrays:
     def prepare(self, nodes: int) -> None:
         if nodes == 1:
             self._places = None
-        with on(self._stream):
+        with memory_errors(), on(self._stream):
             self._round.follow(len(self._active), nodes, self._width)
 
     def run_again(self, runner: DeviceRunner) -> Mapping[str, torch.Tensor]:
@@ -438,8 +438,10 @@ class DeviceArrays:
         """Copy the committed rows that the end of the round left, if no pass comes before they are needed."""
         committed, self._committed = self._committed, []
         if committed:
-            with on(self._stream):
-                self._copy_rows(*torch.tensor(committed, device=self._target.device).T)
+            features, unread = self._features.flatten(0, 1), self._unread.flatten(0, 1)
+            with on(self._stream):  # row by row, as a slot is cleared where memory is missing, too
+                for row, place in committed:
+                    unread[place].copy_(features[row])
 
     def _copy_rows(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         features, unread, most = self._features.flatten(0, 1), self._unread.flatten(0, 1), len(self._between)

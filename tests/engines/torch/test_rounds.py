@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.stream import on
 from dflash_trt.engines.torch import opening
+from tests.doubles import cuda_double
 from tests.doubles.cuda_double import Cuda
 
 
@@ -199,6 +201,42 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
             assert not each["allocations"] + each["copies of pageable memory"], each
             assert each["waits"] == each["copies to the host"] == 1, each
             assert each["copies to the device"] <= 2, each
+
+
+def test_an_allocation_that_fails_ends_at_most_its_request(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
+    """In each line that allocates once the engine is open: for a pass, its results, or what is known of a request."""
+    allocate, refused = cuda_double._garbage, dict[Any, str]()
+    adjusted = {"temperature": 0.8, "presence_penalty": 0.5, "logit_bias": {3: 1.0}}
+
+    def once(shape: Any) -> Any:
+        stack = [each for each in traceback.extract_stack() if "engines/device/" in each.filename]
+        if not Cuda.running and (stack[-1].name, stack[-1].lineno) not in refused:
+            refused[stack[-1].name, stack[-1].lineno] = stack[-1].name
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return allocate(shape)
+
+    with LLM(wide.path, max_batch_size=2, cache_tokens=300) as llm:
+        runtime, scheduler = llm.runtime, llm.runtime.scheduler
+
+        def answers() -> list[Any]:
+            params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=i, **adjusted) for i in range(8)]
+            options = RequestOptions(draft_source="drafter")
+            asked = [runtime.request([i, 5, 9], each, options) for i, each in enumerate(params)]
+            for each in asked:
+                scheduler.submit(each)
+            ends = dict[Any, Any]()
+            while not scheduler.idle:
+                ends |= {e.request: e.error for e in scheduler.step(FixedLength(2)) if e.finish_reason}
+            return [(each.output[:3], ends[each]) for each in asked]
+
+        whole = answers()
+        gpu.setattr(cuda_double, "_garbage", once)
+        found = answers()
+    assert {"finite", "_load", "_ids"} <= set(refused.values())
+    assert len([error for _, error in found if error]) <= len(refused) < 12
+    for (tokens, error), (right, _) in zip(found, whole, strict=True):
+        assert tokens == right[: len(tokens)]
+        assert len(tokens) == 3 if error is None else "no memory" in str(error)
 
 
 def test_a_round_of_chains_sends_its_numbers_once_after_one_of_another_length(
