@@ -109,7 +109,7 @@ class Arrays(Protocol):
         """The time between two points, once the pass between them has ended."""
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Within this, the thread's work goes where the passes run. To enter it again within costs nothing."""
+        """Within this, the thread's work goes where the passes run, and a lack of memory is a MemoryError."""
 
     def wait(self) -> None:
         """Wait until all passes have ended."""

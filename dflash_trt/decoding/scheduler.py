@@ -185,8 +185,7 @@ class Scheduler:
             yield from self._read_prompts(emissions, after)
         if after is None:
             self._keep_room()
-            with self.pair.arrays.stream():
-                after = _attempt(lambda: self._launch(lengths, emissions))
+            after = _attempt(lambda: self._launch(lengths, emissions))
         yield self._counted(emissions)
         self._begun = after
         self.cut_short = isinstance(self._begun, Exception)
@@ -199,8 +198,9 @@ class Scheduler:
             self._close_up()
             begin, active = perf_counter(), list(self.active)
             try:
-                proposed, draft = self._draft(active, lengths)
-                outputs, seconds = self.pair.start(active, draft), self.pair.clock()
+                with self.pair.arrays.stream():
+                    proposed, draft = self._draft(active, lengths)
+                    outputs, seconds = self.pair.start(active, draft), self.pair.clock()
             except MemoryError as error:
                 work = f"a round of {len(active)} requests"
                 emissions.append(self._end(self._newest, work, error, "max_batch_size"))
@@ -240,7 +240,8 @@ class Scheduler:
             return None
         begin = perf_counter()
         try:
-            draft, outputs = self.pair.follow(active, draft.nodes)
+            with self.pair.arrays.stream():
+                draft, outputs = self.pair.follow(active, draft.nodes)
         except MemoryError:  # also for a round of its own, perhaps
             return None
         draft.lengths.update(begun.draft.lengths)
@@ -433,7 +434,8 @@ class Scheduler:
             chunks = [request.text[request.committed :] for request in together]
             starts, draft = [request.committed for request in together], together[0].takes_drafter
             try:
-                read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
+                with self.pair.arrays.stream():
+                    read = self.pair.prefill_together(chunks, starts, together[0].slot, draft=draft)
             except MemoryError:
                 return sum([self._read(request, budget, begin, emissions) for request in together])
             for request, chunk, results in zip(together, chunks, read, strict=True):
@@ -463,7 +465,8 @@ class Scheduler:
         every_row = request.params.prompt_logprobs and not request.output
         options = {"draft": request.takes_drafter, "every_row": every_row}
         try:
-            results = self.pair.prefill(chunk, request.committed, request.slot, **options)
+            with self.pair.arrays.stream():
+                results = self.pair.prefill(chunk, request.committed, request.slot, **options)
         except MemoryError as error:
             work = f"a pass over {len(chunk)} of the {len(request.text)} tokens of this request"
             emissions.append(self._end(request, work, error, "prefill_chunk"))

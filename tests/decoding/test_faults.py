@@ -273,6 +273,33 @@ def test_a_round_without_memory_ends_the_newest_request(ahead: bool, role: str, 
     assert finish(pool, Lengths(3), again)[again] == expected(again.prompt, again.params, again.seed)
 
 
+@pytest.mark.parametrize("work", ["start_round", "blocks", "drafts", "verified", "finite", "readable"])
+def test_work_around_a_pass_without_memory_ends_one_request(work: str) -> None:
+    """Whatever allocates on the device, or in pinned memory. The others have their tokens."""
+    pool, calls = DevicePool(3, further=3), 0
+    done = getattr(pool.pair.arrays, work)
+
+    def refused(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return done(*given, **named)
+
+    setattr(pool.pair.arrays, work, refused)
+    few = [request(prompt(3, i), SamplingParams(max_tokens=40, seed=i), arrived=i) for i in range(3)]
+    for each in few:
+        pool.scheduler.submit(each)
+    errors = [each for part in drive(pool, Lengths(3)) for each in part if each.error is not None]
+    assert calls > 2
+    assert len(errors) <= 1  # a round that started ahead comes in its turn
+    for each in few:
+        whole = expected(each.prompt, each.params, each.seed)
+        assert each.output[:40] == (
+            whole if each.stop.finish_reason == "length" else whole[: len(each.output)]
+        )
+
+
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_a_round_that_finds_no_memory_ahead_comes_in_its_turn(role: str) -> None:
     pool, refused = DevicePool(3), list[int]()

@@ -8,8 +8,8 @@ drafts before, if it makes trees of them or fits them to a structure. A round th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -201,8 +201,10 @@ class DeviceArrays:
     def seconds(self, begin: Any, end: Any) -> float:
         return self._clock.seconds(begin, end)
 
-    def stream(self) -> AbstractContextManager[Any]:
-        return on(self._stream)
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        with memory_errors(), on(self._stream):
+            yield
 
     def wait(self) -> None:
         self._stream.synchronize()
