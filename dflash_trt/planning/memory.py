@@ -241,20 +241,23 @@ class _Layout:
             drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * seen["drafter"])
         chunk = max(verified, min(length, PREFILL_CHUNK))
         target = self._working(chunk) + 4 * chunk * seen["target"] + self.experts
-        parts = self._attention_parts(batch, chunk, self.rows(length)) if self.own_attention else 0
+        parts = self._attention_parts(batch, chunk, length) if self.own_attention else 0
         return max(drafter, target) + self.traits.scratch_bytes + parts
 
-    def _attention_parts(self, batch: int, chunk: int, capacity: int) -> int:
+    def _attention_parts(self, batch: int, chunk: int, length: int) -> int:
         """Memory of the partial results of one attention layer, of the model that needs more."""
         from dflash_plugins.kernel_specs import attention_bytes
 
         return max(
             attention_bytes(
                 *(sequences, heads.kv_heads, rows * c.num_attention_heads // heads.kv_heads),
-                *(heads.head_dim, capacity),
+                *(heads.head_dim, kept[layer.window if layer.window in kept else None]),
+                windowed=layer.window is not None,
             )
-            for c in self.inventory.configs
-            for heads in map(c.heads_of, c.attention_layers)
+            for side in self.row_bytes
+            for c, kept in ((self.inventory.config(side), self._rows(side, length)),)
+            for layer in c.attention_layers
+            for heads in (c.heads_of(layer),)
             for sequences, rows in ((1, chunk), (batch, self.s.block_size))
         )
 

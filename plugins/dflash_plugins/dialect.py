@@ -89,15 +89,16 @@ class TensorRTPlugins(TensorRTLayerPlugins):
 
     def attention(self, kind: AttentionKind) -> ir.Function:
         """Nodes that write the cache, attend in parts and merge them."""
-        g = self._builder(kind.name)
+        g = self._builder("Windowed" * kind.windowed + kind.name)
         a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
         # The kernel scales by head_dim ** -0.5.
         q = self._scaled(g, a.q, 1 if kind.scale is None else kind.scale * kind.head_dim**0.5)
         sinks = [g.input("sinks", self.dtype, ["H"])] if kind.sinks else []
         k, v = self._written(g, a.caches, (a.k, a.v), a.start)
         tree = [a.start, *a.visible] if kind.trees else []
-        parts = _plugin(g, "Attend", *(q, k, v, *a.ranges, *tree), outputs=3, group=kind.group)
-        (y,) = _plugin(g, "MergeAttention", *parts, a.q, k, *sinks, group=kind.group, heads=kind.heads)
+        how = {"group": kind.group, "windowed": int(kind.windowed)}
+        parts = _plugin(g, "Attend", *(q, k, v, *a.ranges, *tree), outputs=3, **how)
+        (y,) = _plugin(g, "MergeAttention", *parts, a.q, k, *sinks, heads=kind.heads, **how)
         a.output(y, k, v)
         return g.function()
 

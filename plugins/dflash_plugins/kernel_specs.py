@@ -422,9 +422,12 @@ def parts_alike(*, windowed: bool) -> int:
     return ATTENTION_PARTS if windowed else ATTENTION_ALIKE
 
 
-def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int, capacity: int) -> int:
+def attention_bytes(
+    batch: int, kv_heads: int, rows: int, head_dim: int, capacity: int, *, windowed: bool = False
+) -> int:
     """Memory of the parts' results in a plan, for up to so many sequences and rows of a key head."""
-    return int(AttentionSplits(batch, kv_heads, rows, capacity, head_dim).kept) * (head_dim + 2) * 4
+    splits = AttentionSplits(batch, kv_heads, rows, capacity, head_dim, windowed)
+    return int(splits.kept) * (head_dim + 2) * 4
 
 
 @cache

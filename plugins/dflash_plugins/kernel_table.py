@@ -236,15 +236,15 @@ GATED_DELTA_NET = Kernel(
 ATTEND = Kernel(
     "Attend",
     ("q", "k_cache", "v_cache", "first", "last", "start", "visible", "region"),
-    attributes={"group": int},
-    flags=("exact", "most", "windowed", "fp8"),
+    attributes={"group": int, "windowed": int},
+    flags=("exact", "most", "fp8"),
     outputs=_attended,
     use=lambda s, a, dtype, t: uses.attend(
         *(s.k_cache[1], a.group, _head_dim(s.k_cache, a), dtype, t),
         tree=s.visible is not None,
         region=s.region is not None,
         fp8=a.fp8,
-        windowed=a.windowed,
+        windowed=bool(a.windowed),
     ),
     grid=lambda s, a, t: (
         uses.ceil_div(s.q[2] * a.group, t.rows),
@@ -262,8 +262,8 @@ ATTEND = Kernel(
 MERGE_ATTENTION = Kernel(
     "MergeAttention",
     ("partial", "largest", "total", "like", "cache", "sinks"),
-    attributes={"group": int, "heads": int},
-    flags=("by_row", "most", "windowed", "fp8"),
+    attributes={"group": int, "heads": int, "windowed": int},
+    flags=("by_row", "most", "fp8"),
     outputs=lambda s, a: {"y": (tuple(s.like[i] for i in ((0, 2, 1, 3) if a.by_row else range(4))), "")},
     use=lambda s, a, dtype, t: uses.merge(
         a.heads, s.partial[1], dtype, sinks=s.sinks is not None, by_row=a.by_row

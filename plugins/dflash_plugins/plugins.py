@@ -32,7 +32,7 @@ from dflash_trt.errors import BuildError, BundleError
 
 # Increment when a plugin's inputs, outputs, fields or results change, and when the noise or weights of decoding/
 # change. It is part of the plugins' names and of a bundle's manifest.
-VERSION = 5
+VERSION = 6
 NAMESPACE = "dflash"
 # Names of types in Triton -> in trt.DataType.
 TYPES = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16", "i32": "INT32", "i64": "INT64"}

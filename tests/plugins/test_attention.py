@@ -240,6 +240,13 @@ def test_rows_of_a_window_that_is_longer_than_equal_parts_may_move_down(batch: i
     here, there = (launch.attention(**given | other, windowed=True) for other in ({}, moved))
     assert torch.equal(here, there)
     assert not torch.equal(*(launch.attention(**given | other) for other in ({}, moved)))
+    body = TensorRTPlugins(ir.DataType.BFLOAT16).attention(AttentionKind(2, 1, 16, windowed=True))
+    for other in ({}, moved):
+        feeds = given | other
+        feeds["start"] = feeds["last"][:, 0]
+        begin = int(feeds["start"][0])
+        feeds |= {side: feeds[f"{side}_cache"][:, :, begin : begin + 3] for side in "kv"}
+        assert torch.equal(plugin_graph.run(body, feeds, {})[0], here)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -280,7 +287,7 @@ def test_parts_cover_a_cache_fill_a_gpu_and_fit_their_memory() -> None:
             group: int = group,
         ) -> tuple[int, int]:
             shapes = [(batch, cache[0] * group, count, cache[2]), (batch, *cache)]
-            given = ATTEND.sizes(shapes), ATTEND.given({"group": group})
+            given = ATTEND.sizes(shapes), ATTEND.given({"group": group, "windowed": 0})
             made = ATTEND.outputs(*given)
             numbers = sum(int(np.prod(shape)) for shape, _ in made.values())
             assert 4 * numbers == uses.attention_bytes(batch, cache[0], group * count, cache[2], cache[1])

@@ -224,7 +224,7 @@ def test_what_a_plan_launches_is_the_operator(plan: Plan, tactic: int) -> None:
 def test_a_plan_launches_attention(plan: Plan, tactic: int) -> None:
     """Its parts have more rows than torch gives them."""
     given = attention.drawn(1, 4, 2, 16, 5, 60, tree=True, sinks=True)
-    group = {"group": 2}
+    group = {"group": 2, "windowed": 0}
     parts = plan.run(
         "Attend", [given[name] for name in ATTEND.inputs if name in given], tactic=tactic, **group
     )

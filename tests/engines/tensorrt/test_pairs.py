@@ -103,7 +103,7 @@ def test_plans_in_bfloat16(
 
 
 def test_plugins_have_a_body_for_each_kind_of_heads(tmp_path: Path) -> None:
-    """With the group of its heads, and queries scaled so that the kernel's own scale leaves 1."""
+    """With their group, alike parts under a window, and queries scaled so that the kernel's own scale leaves 1."""
     config = read_target_config(PAIRS["gemma 4"][0](tmp_path / "target"))
     dialect = TensorRTPlugins(ir.DataType.BFLOAT16)
     model = build_target(config, Outline(config.path.parent), (0,), dialect, folder="t", capacity=64)
@@ -113,8 +113,9 @@ def test_plugins_have_a_body_for_each_kind_of_heads(tmp_path: Path) -> None:
             if node.op_type.startswith("Attend"):
                 scales = [n for n in function if n.op_type == "Constant" and "value" in n.attributes]
                 most = max(n.attributes["value"].as_tensor().numpy().max() for n in scales)
-                found[function.name] = node.attributes["group"].as_int(), float(most)
+                windowed = node.attributes["windowed"].as_int()
+                found[function.name] = node.attributes["group"].as_int(), windowed, float(most)
     assert found == {
-        "CachedAttention": (2, pytest.approx(16)),
-        "CachedAttention1x512": (4, pytest.approx(512**0.5)),
+        "WindowedCachedAttention": (2, 1, pytest.approx(16)),
+        "CachedAttention1x512": (4, 0, pytest.approx(512**0.5)),
     }
