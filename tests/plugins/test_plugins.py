@@ -286,5 +286,5 @@ def test_tiles_that_no_launch_can_have_are_not_timed(monkeypatch: pytest.MonkeyP
 def test_plans_of_another_version_are_refused() -> None:
     plugins.check_version({"engine": "onnxruntime"}, "bundle")
     plugins.check_version({"tensorrt": {"plugins": {"version": plugins.VERSION}}}, "bundle")
-    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 5"):
+    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 6"):
         plugins.check_version({"tensorrt": {"plugins": {"version": 0}}}, "bundle")
