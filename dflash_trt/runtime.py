@@ -222,15 +222,16 @@ class Runtime:
                 raise DFlashError(reason) from None
             self._say_what_may_differ(None, threads)
             return None
-        if wanted:
-            prompts = self.measured_prompts()
-            measured = exactness(self.bundle, pair, prompts, threads=threads, progress=progress)
-        else:
-            known = kept(self.bundle, pair, threads)
-            if known is None or not known.free:
-                self._say_what_may_differ(known, threads)
-                return None
-            measured = known
+        with pair.arrays.stream():
+            if wanted:
+                prompts = self.measured_prompts()
+                measured = exactness(self.bundle, pair, prompts, threads=threads, progress=progress)
+            else:
+                known = kept(self.bundle, pair, threads)
+                if known is None or not known.free:
+                    self._say_what_may_differ(known, threads)
+                    return None
+                measured = known
         assert measured.rule is not None
         pair.rule, pair.most_together = measured.rule, 1
         return measured

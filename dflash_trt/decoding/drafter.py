@@ -318,11 +318,12 @@ class Drafter:
         seen, unread, finite = self.seen[slot], self.unread[slot], list[Any]()
         try:
             self.unread[slot] = 0
-            for at in range(0, unread, self.prefill_chunk):
-                part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
-                read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
-                finite += [self.arrays.finite(part), *read]
-            return all(self.arrays.readable(*finite))
+            with self.arrays.stream():
+                for at in range(0, unread, self.prefill_chunk):
+                    part = self.arrays.unread_features_of(slot, at, min(at + self.prefill_chunk, unread))
+                    read = self.read(part, [part.shape[1]], [self.seen[slot]], slot)
+                    finite += [self.arrays.finite(part), *read]
+                return all(self.arrays.readable(*finite))
         except MemoryError:
             self.seen[slot], self.unread[slot] = seen, unread
             raise

@@ -104,9 +104,10 @@ class Scheduler:
         self.slots.occupy(0, Reuse(0, 0), draft=False)
         self.slots.make_room(0, len(ids))
         whole, most = True, self.pair.prefill_chunk
-        for at in range(0, len(ids), most):
-            logits, sound, _ = self.pair.prefill(ids[at : at + most], at, 0, draft=False)
-            whole = whole and sound and _finite(logits)
+        with self.pair.arrays.stream():
+            for at in range(0, len(ids), most):
+                logits, sound, _ = self.pair.prefill(ids[at : at + most], at, 0, draft=False)
+                whole = whole and sound and _finite(logits)
         last = np.array(logits[-1])
         if whole:
             self.pair.release(0)

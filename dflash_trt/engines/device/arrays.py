@@ -147,7 +147,7 @@ class DeviceArrays:
         feeds |= chain_rows(n, filled) if "depths" in feeds else {}
         runner.caches.advance(slot, starts, [length] * n)
         bases = {name: np.array(numbers) for name, numbers in runner.caches.bases(starts).items()}
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             outputs = runner.run(PREFILL, feeds | bases, first_slot=slot)
         if runner is not self._target:
             return outputs
@@ -171,7 +171,7 @@ class DeviceArrays:
         starts, drafting = feeds["start"].tolist(), runner is self._drafter
         written = feeds["n_features"].tolist() if drafting else [feeds["rows"].shape[1]] * len(starts)
         runner.caches.advance(0, starts, written)
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             # What the end of the round left: rows of trees, for which the host decides.
             committed, self._committed = self._committed, []
             rows = self._round.rows(committed) if committed else ()
@@ -210,7 +210,7 @@ class DeviceArrays:
         self._stream.synchronize()
 
     def readable(self, *outputs: torch.Tensor) -> Sequence[Array]:
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             copies = [tensor.to("cpu", non_blocking=True) for tensor in outputs]  # in pinned memory
             self._stream.synchronize()
         return [tensor.numpy() for tensor in copies]
@@ -245,16 +245,16 @@ class DeviceArrays:
         doubts = [r.in_doubt and r.history is not None for r in active]
         self._by_kernels = [taken and not doubt for taken, doubt in zip(self._takes, doubts, strict=True)]
         if self._samples_all and any(r.history is not None for r in active):
-            with memory_errors(), on(self._stream):
+            with on(self._stream):
                 self._adjusting.start(active, self._by_kernels)
 
     def finite(self, numbers: torch.Tensor) -> torch.Tensor:
-        with memory_errors(), on(self._stream):  # one pass over the numbers; a NaN is the largest
+        with on(self._stream):  # one pass over the numbers; a NaN is the largest
             largest: torch.Tensor = torch.linalg.vector_norm(numbers, torch.inf)
             return largest < torch.inf
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             drafted = self._round.tokens()
         places, self._drafted = blocks.shape[1] - 1, logprobs.shape[1]
         odds = DeviceArray(lambda: self._round.drafted("logprobs", *logprobs.shape)[:, :places])
@@ -292,7 +292,7 @@ class DeviceArrays:
                 r.history is None if self._plain and not chains else chains and r.params.greedy
                 for r in active
             ]
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             self._round.end(logits, self._features, self._unread, chains=chains)
             told = [slot for slot, r in enumerate(active) if decided[slot] and self._tells(r)]
             read = [
@@ -355,11 +355,11 @@ class DeviceArrays:
     def prepare(self, nodes: int) -> None:
         if nodes == 1:
             self._places = None
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             self._round.follow(len(self._active), nodes, self._width)
 
     def run_again(self, runner: DeviceRunner) -> Mapping[str, torch.Tensor]:
-        with memory_errors(), on(self._stream):
+        with on(self._stream):
             if runner is self._target:
                 self._round.again()
             outputs = runner.run(DECODE, self._fed[runner])

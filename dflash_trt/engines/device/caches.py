@@ -77,8 +77,9 @@ class DevicePool(FixedRows):
                 self.compaction(*self._place(slot, start), nodes)
                 return
             for rows in self.rows(slot):
-                written = rows[:, start:]
-                written[:, : len(nodes)] = written[:, list(nodes)]  # the right side is a copy
+                for row, node in enumerate(nodes):  # ascending, so that none is overwritten before it is read
+                    if node > row:
+                        rows[:, start + row].copy_(rows[:, start + node])
 
     def compact_by(self, run: Run, most: int) -> None:
         """Let a kernel move up to `most` rows."""
