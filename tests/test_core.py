@@ -1,7 +1,7 @@
 """The shipped pairs from checkpoints to tokens, with only the core's own dependencies, pytest and hypothesis
 installed.
 
-`make test-floors` and `make test-newest` run this file.
+`make test-floors` runs this file in the oldest versions that pyproject.toml allows.
 """
 
 from __future__ import annotations
