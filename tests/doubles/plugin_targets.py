@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from dflash_plugins import compiler
@@ -42,6 +43,14 @@ CASES: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "MoECombine": ([(-1, D), (-1, D)], {"k": 4}),
     "GatedDeltaNet": ([*PENDING, *[ROW] * 3], {}),
 }
+
+
+def functions() -> set[str]:
+    """The names of all kernels, as their descriptions have them."""
+    described = (Path(uses.__file__).with_name(name) for name in ("kernel_specs.py", "packed.py"))
+    text = "".join(file.read_text() for file in described)
+    found = re.findall(r'\bUse\(\s*"\w+",\s*"(\w+)"|_product\("(\w+)"', text)
+    return {one or other for one, other in found}
 
 
 def built(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-import dflash_plugins
 import pytest
 
+from tests.doubles.plugin_targets import functions
 from tests.doubles.row_cases import CASES, check
 
 # What computes no rows: `widen` writes a weight.
@@ -25,7 +22,4 @@ def test_a_row_is_alone(case: object, launched: set[str]) -> None:
 
 
 def test_no_kernel_is_left_out(launched: set[str]) -> None:
-    folder = Path(dflash_plugins.__file__).parent
-    described = "".join((folder / name).read_text() for name in ("kernel_specs.py", "packed.py"))
-    names = set(re.findall(r'\bUse\(\s*"\w+",\s*"(\w+)"|_product\("(\w+)"', described))
-    assert launched == {one or other for one, other in names} - OTHERS
+    assert launched == functions() - OTHERS

@@ -17,14 +17,15 @@ import pytest
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins.kernel_table import KERNELS
 
-from tests.doubles.plugin_targets import CASES
+from tests.doubles.plugin_targets import CASES, functions
 
 ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 ROOT = Path(__file__).resolve().parents[2]
 # In front of Python's path: none for the installed version.
 VERSIONS = ["", *filter(None, os.environ.get("TRITON_VERSIONS", "").split(os.pathsep))]
 EVERY = ["every"] if "TRITON_VERSIONS" in os.environ else []
-TARGETS = list(uses.TARGETS) if EVERY else [90]
+PLANS = list(uses.TARGETS) if EVERY else [90]
+TARGETS = [uses.ROUND_TARGET, *PLANS] if EVERY else PLANS  # there are no plans for the oldest GPU
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def folder(request: pytest.FixtureRequest) -> str:
     return found
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=PLANS)
 def target(
     request: pytest.FixtureRequest, folder: str, cache: Path
 ) -> tuple[int, dict[str, list[dict[str, Any]]]]:
@@ -108,84 +109,32 @@ def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
         assert most >= (64 if name.startswith("128") else 32), name
 
 
-LAUNCHED = """
-import itertools
-import json
-import re
-import sys
-from dataclasses import replace
-from dflash_plugins import compiler, packed
-from dflash_plugins import kernel_specs as uses
-from tests.plugins.test_packed import FORMS, STACKS
-heads = "cos", "sin", "start", "k_cache", "v_cache"
-wanted = [uses.gate(12_288, "bf16"), uses.router(128, 2048, "bf16", biased=False)]
-wanted += [uses.router(experts, 2880, "bf16", biased=True, epsilon=1e-5) for experts in (32, 128)]
-wanted += [uses.router(256, 7168, "bf16", biased=False, epsilon=1e-6, k=8)]
-wanted += [uses.router(32, 2880, "bf16", biased=True, epsilon=1e-5, k=4, arranged=True)]
-wanted += [uses.add_norm(hidden, 1e-6, "bf16") for hidden in (576, 4096, 8192)]
-wanted += [uses.add_norm(2880, 1e-5, "bf16", parts=8)]
-for rounding in (("fp8", True), ("nvfp4", False)):
-    wanted += [uses.gate(inner, "bf16", rounding) for inner in (12_288, 28_672)]
-    wanted += [uses.add_norm(8192, 1e-6, "bf16", rounding), uses.quantized_rows(8192, "bf16", rounding)]
-wanted += [uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", present=("q_norm", "k_norm", "q", *heads))]
-wanted += [uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", present=("q", *heads))]
-wanted += [uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", present=("k_norm", *heads))]
-wanted += [uses.best_token(vocab, "bf16") for vocab in (3000, 50_257, 201_088)]
-wanted += [uses.best_token(151_936, "fp32"), uses.best_token(50)]
-wanted += [uses.merge(32, 128, "bf16", sinks=False, by_row=True)]
-wanted += [uses.merge(64, head, "bf16", sinks=True) for head in (128, 256, 512)]
-everywhere = [int(target) for target in sys.argv[1:]]
-every = len(everywhere) > 1
-if every:
-    everywhere.append(uses.ROUND_TARGET)
-else:
-    wanted = {use.function: use for use in wanted}.values()
-pairs = [(use, target) for use in wanted for target in everywhere]
-wanted = [replace(form, outputs=2304, inputs=4096) for form in FORMS]
-stacks = STACKS if every else [form for form in STACKS if form.codes == "e2m1"]
-wanted += [replace(form, outputs=768, inputs=2048, experts=128) for form in stacks]
-for form in [form for form in wanted if form.codes != "plain"]:
-    tile = form.tiles[0]
-    rows = packed.ROWS[-1 if every or not form.experts else 0]
-    longest = packed.product_use(form, "bf16", rows, tile, biased=False, scaled=form.codes in ("e4m3", "e2m1"))
-    pairs += [(longest, target) for target in everywhere]
-    few = packed.product_use(form, "fp16", 16, tile, biased=not form.experts)
-    pairs += [(packed.widen_use(form, "bf16", tile), 90)] if every or not form.experts else []
-    pairs += [(few, 90), (packed.widen_use(form, "fp16", tile), 90)] if every else []
-few_and_most = (("bf16", packed.ROWS[-1]), ("fp16", packed.ROWS[0]))[: 2 if every else 1]
-plain = packed.Packing(768, 2048, "plain", experts=128), packed.Packing(2304, 4096, "plain")
-for form, (dtype, tokens), target in itertools.product(plain, few_and_most, everywhere):
-    tiles = (packed.product_use(form, dtype, tokens, tile, biased=False) for tile in form.tiles)
-    pairs.append((next(use for use in tiles if compiler.compile_kernel(use, target).fits), target))
-found = []
-for use, target in pairs:
-    made = compiler.compile_kernel(use, target)
-    most = 24 if use.module == "packed" else 0
-    if most and "groups" in use.types and use.constants["TOKENS"] == packed.ROWS[-1]:
-        most = 228  # in prompts
-    if not made.stores or made.shared_bytes > uses.SHARED_BYTES or made.spill_bytes > most:
-        found.append(f"{use} {target}")
-    if use.function == "router" and target >= 90:
-        compiler.resources(made.waiting, target)  # or its instruction is refused
-    if use.function == "widen" and not use.constants["EXACT"] and re.search(r"mul\\.(rn\\.)?b?f16", made.ptx):
-        found.append(f"{use} multiplies in 16 bits")
-rounds = uses.round_uses(201_088, 14_400, "bf16", 16)
-for use in rounds:
-    kernel = compiler.compile_round(rounds)[use.digest]
-    if not (kernel.fits and (kernel.ptx.count("atom.") == (use.function == "end_round") or use.function == "read_texts")
-            and kernel.ptx.split(".target ")[1].startswith("sm_80") and {*kernel.parameters} == {*use.types}):
-        found.append(str(use))
-print(json.dumps(found))
-"""
+def table(rows: list[dict[str, Any]]) -> str:
+    """The most registers of a thread and the most bytes that it spills, of each kernel on each GPU."""
+    lines = [f"Triton {rows[0]['triton']}: registers / bytes spilled", " " * 16]
+    lines[1] += "".join(f"{f'sm_{target}':>11}" for target in TARGETS)
+    for name in sorted({row["kernel"] for row in rows}):
+        found = [[row for row in rows if (row["kernel"], row["sm"]) == (name, target)] for target in TARGETS]
+        worst = [[max(row[what] for row in each) for what in ("registers", "spills")] for each in found]
+        lines.append(f"{name:<16}" + "".join(f"{f'{most} / {spilled}':>11}" for most, spilled in worst))
+    return "\n".join(["", *lines])
 
 
-def test_kernels_that_are_launched_compile(folder: str, cache: Path) -> None:
+def test_kernels_that_are_launched_compile(
+    folder: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They fit 48 KiB, need no scratch memory and do not spill, those of packed weights little. A weight's numbers are
     products in float32. Kernels between passes are compiled once. One atomic addition ends a row of logits.
     """
-    done = run(cache, "-c", LAUNCHED, *map(str, TARGETS), folder=folder)
+    targets = ",".join(map(str, TARGETS))
+    done = run(cache, "-m", "tests.doubles.launched_kernels", targets, *EVERY, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [row for row in rows if row["problem"]]
+    assert {row["kernel"] for row in rows} == functions()
+    if EVERY:
+        with capsys.disabled():
+            print(table(rows))
 
 
 def test_the_noise_and_the_recurrence_are_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
