@@ -225,9 +225,11 @@ class Graph:
 
     @property
     def tiles(self) -> list[str]:
-        """What the bits of products depend on."""
-        forms = (w for w in self.weights.values() if isinstance(w, PackedWeight))
-        return sorted({f"{w.form} {w.tile}" for w in forms})
+        """What the bits of products depend on: tiles, and whether torch multiplies the many rows of prompts."""
+        held = [w for w in self.weights.values() if isinstance(w, PackedWeight)]
+        made = {layer for w in held if (layer := kernels.of(w.codes)) is not None}
+        by_torch = {form for layer in made for (form, _), pays in layer.prompts.items() if pays}
+        return sorted({f"{w.form} {w.tile}{', prompts by torch' * (w.form in by_torch)}" for w in held})
 
     def _read(self, files: WeightFiles, tensors: Sequence[Any]) -> list[Tensor]:
         """Weights, of which those that are held already are not read again."""
