@@ -23,7 +23,7 @@ from dflash_trt.building.progress import say
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.decoding.pair import FREE, Pair, PassRule
-from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
+from dflash_trt.decoding.widths import KINDS, READ_AGAIN, Outcome, find_rule, measure, ways
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import Engine
 from dflash_trt.errors import BundleError, DFlashError
@@ -113,7 +113,7 @@ def settle(
     threads: int | None,
     tokens: int,
 ) -> Exactness:
-    """Find the rule from a measurement of every width without one, and keep it.
+    """Find the rule from a measurement without one (`find_rule`), and keep it.
 
     tokens: the most tokens of an answer, where it is measured again.
     """
@@ -168,10 +168,10 @@ def exactness(
     if measured is None:
         begin, most = perf_counter(), bundle.manifest["block_size"]
         say("comparing the passes of this bundle on this machine (once)")
-        alike, outcomes = rows_agree(bundle, pair, prompts[-1], threads), list[Outcome]()
-        widths = [1, most] if alike and most > 1 else [*range(1, most + 1)]
-        steps = len(ways(widths, pair))
-        for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):
+        kinds = READ_AGAIN if rows_agree(bundle, pair, prompts[-1], threads) else KINDS
+        widths, outcomes = range(1, most + 1), list[Outcome]()
+        steps = len(ways(widths, pair, kinds))
+        for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest, kinds=kinds):
             outcomes.append(outcome)
             progress(STEP, len(outcomes), steps)
         measured = settle(bundle, pair, prompts, outcomes, threads=threads, tokens=TOKENS)

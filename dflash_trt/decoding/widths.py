@@ -21,6 +21,9 @@ from dflash_trt.errors import UsageError
 from dflash_trt.formats.numbers import cache_numbers
 
 Array = np.ndarray[Any, Any]
+# What may differ from plain decoding in a pass, and what may where no row's bits depend on the pass.
+KINDS = "again", "widths", "batches", "cuts", "trees"
+READ_AGAIN = "again", "cuts", "trees"
 # Parts in which the prompt is read, at most: as common tiles have, and such as divide nothing.
 PARTS = (64, 37, 5)
 
@@ -79,8 +82,8 @@ class Outcome:
         }
 
 
-def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
-    """All ways for passes of these widths. Plain decoding again comes first."""
+def ways(widths: Sequence[int], pair: Pair, kinds: Collection[str] = KINDS) -> list[Way]:
+    """All ways of these kinds for passes of these widths. Plain decoding again comes first."""
     one, most, slots, chunk = range(1, 2), max(widths), pair.slots, pair.prefill_chunk
     listed = [Way("width 1 again", "again", one)]
     listed += [Way(f"width {width}", "widths", range(width, width + 1)) for width in widths if width > 1]
@@ -108,7 +111,7 @@ def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
     listed.append(Way("half the answer as prompt", "cuts", one, reread=True))
     if pair.trees and most > 2:
         listed.append(Way(f"trees of {most} nodes", "trees", range(most, most + 1)))
-    return listed
+    return [way for way in listed if way.kind in kinds]
 
 
 def measure(
@@ -119,7 +122,7 @@ def measure(
     manifest: Mapping[str, Any],
     *,
     locate: bool = False,
-    kinds: Collection[str] = ("again", "widths", "batches", "cuts", "trees"),
+    kinds: Collection[str] = KINDS,
 ) -> Iterator[Outcome]:
     """Feed the plain greedy answers of the prompts, token ids, in every way. Yields each outcome when it is done.
 
@@ -140,7 +143,7 @@ def measure(
     eos = set(manifest["eos_token_ids"])
     feeders = [_Feeder(pair, prompt, min(max_tokens, room), eos) for prompt in prompts]
     plain = [feeder.plain() for feeder in feeders]
-    for way in [way for way in ways(widths, pair) if way.kind in kinds]:
+    for way in ways(widths, pair, kinds):
         outcome, digest = Outcome(way), hashlib.blake2b()
         for i, (feeder, expected) in enumerate(zip(feeders, plain, strict=True)):
             logits = feeder.feed(way, partner=feeders[i - 1])
@@ -170,14 +173,16 @@ def find_rule(
 ) -> PassRule | None:
     """The rule under which a row's bits are those of plain decoding under the same rule. None: there is none.
 
-    raw: the outcomes of `measure` without a rule, for every width of a pass; or, where rows do not depend on it, for
-        some and the widest.
+    raw: the outcomes of `measure` without a rule, for every width of a pass; or, where no row's bits depend on the
+        pass, those of READ_AGAIN.
     tokens: the most tokens of an answer when it is measured under the rule.
 
     The widths are those that agree with the widest pass, so that drafts may fill a block. Under them all is measured
     again. Leaves the pair without a rule.
     """
     most = manifest["block_size"]
+    if not any(outcome.way.kind == "widths" for outcome in raw):
+        return _rule((), raw)
     by_width = {
         outcome.way.widths[0]: outcome
         for outcome in raw
@@ -190,13 +195,17 @@ def find_rule(
             pair.rule = PassRule(widths)
             outcomes = list(measure(pair, prompts, range(1, most + 1), tokens, manifest))
             pair.rule = FREE
-        equal = dict.fromkeys(("again", "widths", "batches", "cuts", "trees"), True)
-        for outcome in outcomes:
-            equal[outcome.way.kind] &= outcome.equal == outcome.rows
-        if equal["again"] and equal["widths"]:
-            every = outcomes is raw and len(widths) < most
-            return PassRule(() if every else widths, equal["batches"], equal["cuts"], equal["trees"])
+        if (rule := _rule(widths, outcomes)) is not None:
+            return rule
     return None
+
+
+def _rule(widths: tuple[int, ...], outcomes: Sequence[Outcome]) -> PassRule | None:
+    equal = dict.fromkeys(KINDS, True)
+    for outcome in outcomes:
+        equal[outcome.way.kind] &= outcome.equal == outcome.rows
+    alike = equal["again"] and equal["widths"]
+    return PassRule(widths, equal["batches"], equal["cuts"], equal["trees"]) if alike else None
 
 
 def _add(outcome: Outcome, logits: Array, expected: Array) -> None:

@@ -16,7 +16,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.building.exactness import Exactness
 from dflash_trt.decoding.pair import Pair, PassRule
-from dflash_trt.decoding.widths import Outcome, classes, measure
+from dflash_trt.decoding.widths import KINDS, READ_AGAIN, Outcome, classes, measure
 from dflash_trt.engines import registry
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
@@ -197,6 +197,10 @@ def test_what_is_known_to_cost_nothing_is_on(tmp_path: Path, monkeypatch: pytest
         assert llm.exactness == known
     with LLM(path, max_batch_size=7) as llm:
         assert llm.exactness == known
+    with monkeypatch.context() as patch:  # another tile of a product adds in another order
+        patch.setattr(Pair, "products", ("a tile",))
+        with LLM(path) as llm:
+            assert llm.exactness is None
     # Only eight sequences were measured, in passes of other lengths, and by other threads.
     for other in ({"max_batch_size": 9}, {"prefill_chunk": 64}, {"threads": 1 + (cores() or 1)}):
         with LLM(path, **other) as llm:
@@ -232,7 +236,13 @@ def test_kernels_with_equal_rows_leave_exact_mode_prompts_and_trees(
     find, fed = registry.find, list[Any]()
     monkeypatch.setattr(registry, "find", lambda name: replace(find(name), equal_rows=False))
     monkeypatch.setattr(Pair, "equal_rows", True)
-    path = bundle(tmp_path)
+    ways, path = measure, bundle(tmp_path)
+
+    def watched(*given: Any, **options: Any) -> Any:
+        fed.append((len(given[2]), options["kinds"]))
+        return ways(*given, **options)
+
+    monkeypatch.setattr("dflash_trt.building.exactness.measure", watched)
     for _ in range(2):
         LLM(path).close()
         assert not caplog.messages
@@ -242,13 +252,6 @@ def test_kernels_with_equal_rows_leave_exact_mode_prompts_and_trees(
         assert llm.exactness is not None
         assert llm.exactness.rule == PassRule(())
         assert llm.exactness.describe().startswith("every pass agrees")
-    ways = measure
-
-    def watched(*given: Any, **options: Any) -> Any:
-        fed.append(given[2])
-        return ways(*given, **options)
-
-    monkeypatch.setattr("dflash_trt.building.exactness.measure", watched)
     monkeypatch.setattr(functions, "GROUPED_ROWS", 0)
     other = bundle(tmp_path / "other")
     LLM(other).close()
@@ -256,7 +259,8 @@ def test_kernels_with_equal_rows_leave_exact_mode_prompts_and_trees(
     with LLM(other, exact=True) as llm:
         assert llm.exactness is not None
         assert llm.exactness.rule == PassRule((2, 3, 4))
-    assert [len(each) for each in fed] == [2, 4]
+    look = 2, ("widths", "batches")
+    assert fed == [look, (4, READ_AGAIN), look, (4, KINDS)]
 
 
 def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
