@@ -54,10 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
     check_installed()
     from dflash_trt.building.sources import resolve
+    from dflash_trt.files.disk import continued
     from dflash_trt.training.fit import fit
 
     start = None if args.start is None else resolve(args.start, "drafter").directory
-    with progress_display() as display:
+    with progress_display() as display, continued(args.out.with_name(f"{args.out.name}.fit")):
         outcome = fit(
             *(resolve(args.target, "target").directory, args.target, args.out, 3600 * args.hours),
             prompts=args.prompts,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from dflash_trt.building.progress import Display, progress_display
@@ -24,7 +22,6 @@ from dflash_trt.cli.options import (
     option,
 )
 from dflash_trt.cli.output import byte_count, print_json, print_table
-from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.logs import LEVELS
@@ -108,14 +105,15 @@ def _regenerate(args: argparse.Namespace) -> int:
     if args.server is not None and args.target is None:
         args.step_error("--server needs --target, for its tokenizer and template")
     from dflash_trt.building.sources import resolve
+    from dflash_trt.files.disk import continued, temporary_folder
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server
+    from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server, target_bundle
 
     prompts = read_prompts(args.prompts, 0)
     sampling = AnswerSampling(**fields_of(args, AnswerSampling))
     target = None if args.target is None else resolve(args.target, "target").directory
-    with progress_display() as display, ExitStack() as opened:
+    with progress_display() as display, continued(args.out), ExitStack() as opened:
 
         def report(done: int, of: int, tokens: int, seconds: float) -> None:
             display("answer", done, of, f"{done} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s")
@@ -124,7 +122,13 @@ def _regenerate(args: argparse.Namespace) -> int:
         if args.server is not None and target is not None:
             regenerate_with_server(args.server, args.model, target, prompts, args.out, sampling, **task)
         else:
-            bundle = args.bundle if target is None else opened.enter_context(_bundle(target, args.out))
+            bundle = args.bundle
+            if target is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                work = opened.enter_context(
+                    temporary_folder(prefix=f".{args.out.name}.", dir=args.out.parent)
+                )
+                bundle = target_bundle(target, work / "bundle")
             regenerate_with_bundle(bundle, prompts, args.out, sampling, threads=args.threads, **task)
     counts = summary(read_answers(args.out))
     print(
@@ -132,17 +136,6 @@ def _regenerate(args: argparse.Namespace) -> int:
         f"{counts['ended']} of them complete"
     )
     return 0
-
-
-@contextmanager
-def _bundle(target: Path, out: Path) -> Iterator[Path]:
-    """A bundle of the target alone, in a folder beside the answers that is removed at the end."""
-    from dflash_trt.building.build import build
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-        asked: dict[str, Any] = {"no_drafter": True, "engine": registry.DEFAULT, "block_size": 2}
-        yield build(str(target), None, Path(work, "bundle"), weights="link", **asked).path
 
 
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +153,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
 def _drafter(args: argparse.Namespace) -> int:
     check_installed()
     from dflash_trt.building.sources import resolve
+    from dflash_trt.files.disk import continued
     from dflash_trt.reports import plots
     from dflash_trt.training.evaluation import average, read_history
     from dflash_trt.training.run import run as train
@@ -169,7 +163,7 @@ def _drafter(args: argparse.Namespace) -> int:
     design = Design(**fields_of(args, Design) | {"checkpoint": start})
     if not plots.available():
         print(f"there will be no curve, as matplotlib is not installed: {install('plot')}", file=sys.stderr)
-    with progress_display() as display:
+    with progress_display() as display, continued(args.out):
 
         def report(line: dict[str, Any]) -> None:
             _report(display, line, args.steps)

@@ -40,6 +40,20 @@ def writing(place: Path, advice: str) -> Iterator[None]:
         raise BuildError(f"{place}: cannot be written ({error.strerror or error}); {advice}") from error
 
 
+@contextmanager
+def continued(place: Path) -> Iterator[None]:
+    """Raise BuildError where the disk is full in a block whose work in `place` the same command continues."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise BuildError(
+            f"{error.filename or place}: the disk is full; free some space, and the same command continues with what "
+            f"is in {place}"
+        ) from error
+
+
 def cached_in(place: Path) -> AbstractContextManager[None]:
     """`writing`, for a place in the cache."""
     return writing(place, "set DFLASH_TRT_CACHE to a directory that can be written")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dflash_trt.errors import RequestError
 from dflash_trt.files.disk import whole_file
@@ -49,29 +50,47 @@ def _prompt_fields(of: Answer | Prompt) -> dict[str, Any]:
     return fields
 
 
-class AnswerFile:
-    """A JSON Lines file of answers that grows. Opening it drops a last line that is incomplete after a kill."""
+class GrowingFile:
+    """A file of JSON lines that grows, as a context manager. Opening it drops a last line that a kill cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with path.open("rb+") as file:
-                content = file.read()
-                file.truncate(content.rfind(b"\n") + 1)
-        self.done = {answer.id for answer in read_answers(path)} if path.exists() else set()
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab+", buffering=0)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
-    def append(self, answer: Answer) -> None:
+    def append(self, fields: Mapping[str, Any]) -> None:
+        """Raises OSError, which names the file. Then it has nothing of this line."""
+        line = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:  # a disk that is nearly full takes a part
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(size)
+            error.filename = str(self.path)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class AnswerFile(GrowingFile):
+    """A file of answers that grows. done: the ids of those that it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.done = {answer.id for answer in read_answers(path)}
+
+    def add(self, answer: Answer) -> None:
         fields = asdict(answer)
         del fields["content"], fields["variables"]
-        fields |= _prompt_fields(answer)
-        self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+        self.append(fields | _prompt_fields(answer))
         self.done.add(answer.id)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def read_answers(path: Path) -> list[Answer]:

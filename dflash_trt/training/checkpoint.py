@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -145,10 +149,18 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that others may read as any new file; the library gives it to its owner alone."""
+    """Write a safetensors file that others may read as any new file; the library gives it to its owner alone.
+
+    Raises OSError, also where the library has an error of its own.
+    """
     file.touch()
     mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata)
+    try:
+        save_file(dict(tensors), file, metadata)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(file)) from error
     file.chmod(mode & 0o777)
 
 

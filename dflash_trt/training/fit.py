@@ -35,11 +35,12 @@ from dflash_trt.hardware import compute_capabilities
 from dflash_trt.llm import LLM
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt, read_prompts
+from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import hold_out, read_answers, summary
 from dflash_trt.training.evaluation import ALL, average, measure, read_history
-from dflash_trt.training.own_prompts import script, write_own_prompts
+from dflash_trt.training.own_prompts import script, user_turn, write_own_prompts
 from dflash_trt.training.recipe import NEW_RATE, AnswerSampling, Design, Recipe
-from dflash_trt.training.regenerate import regenerate_with_bundle
+from dflash_trt.training.regenerate import regenerate_with_bundle, target_bundle
 from dflash_trt.training.run import run
 
 _EPOCHS = 6  # of SpecForge's example for Qwen3-8B, and of the drafter of smollm2-135m
@@ -166,15 +167,7 @@ class Fit:
         """Answers until so much of the time is over that the rest suffices for training on them."""
         config = read_target_config(self.target)
         positions = min(config.max_position_embeddings, _POSITIONS)
-        bundle = build(
-            *(str(self.target), None, self.work / "target"),
-            engine=self.engine,
-            no_drafter=True,
-            block_size=2,
-            max_seq_len=positions,
-            weights="link",
-            force=True,
-        ).path
+        bundle = target_bundle(self.target, self.work / "target", positions)
         sampling = AnswerSampling(max_tokens=min(_ANSWER, positions // 2), temperatures=(0.0, 0.7, 1.0))
         self._say("how fast it answers")
         began = self.spent
@@ -470,7 +463,9 @@ def compare(
     return sorted(rows, key=lambda row: (row.category == ALL, row.category))
 
 
-def fit(target: Path, name: str, out: Path, seconds: float, **options: Any) -> Outcome:
+def fit(
+    target: Path, name: str, out: Path, seconds: float, *, prompts: Path | None = None, **options: Any
+) -> Outcome:
     """Make a drafter for the target within `seconds`, and a bundle in `out` if drafting with it is faster.
 
     name: of the target, for the drafter's card. The options are those of `Fit`.
@@ -481,4 +476,10 @@ def fit(target: Path, name: str, out: Path, seconds: float, **options: Any) -> O
     check_out(out)
     if out.exists():
         raise UsageError(f"{out}: exists; choose another --out")
-    return Fit(target, name, out, seconds, **options).run()
+    read_target_config(target)
+    tokenizer = Tokenizer(target)
+    if prompts is None:
+        user_turn(tokenizer)
+    for prompt in [] if prompts is None else read_prompts(prompts, 32):
+        prompt.token_ids(tokenizer)
+    return Fit(target, name, out, seconds, prompts=prompts, **options).run()

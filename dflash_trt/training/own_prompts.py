@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.errors import RequestError
 from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.answers import GrowingFile
+from dflash_trt.training.regenerate import plainly, together
 
 CATEGORY = "own"
 _TEMPERATURES = (0.7, 0.85, 1.0)
@@ -96,12 +97,11 @@ def write_own_prompts(
 
     Sample i depends on seed and i alone, and a later call continues after the last one that was kept.
     """
-    kept = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
-    numbers = [int(line["id"].partition("-")[2]) for line in kept]
 
-    async def run() -> Counter[str]:
-        options = {"block_length": 1, "prefix_cache_bytes": 1 << 20, "threads": threads}
-        async with AsyncLLM(bundle, max_batch_size=concurrency, max_queue=concurrency, **options) as llm:  # type: ignore[arg-type]
+    async def run(file: GrowingFile) -> Counter[str]:
+        kept = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        numbers = [int(line["id"].partition("-")[2]) for line in kept]
+        async with plainly(bundle, concurrency, threads=threads) as llm:
             opening, end = user_turn(llm.tokenizer)
             texts = PromptFilter(llm.tokenizer, [line["messages"][0]["content"] for line in kept])
             room = min(_MOST_TOKENS, llm.max_seq_len - len(opening) - 1)
@@ -123,13 +123,11 @@ def write_own_prompts(
                     if written < count and texts.takes(text, finished=done.finish_reason == "stop"):
                         written += 1
                         message = {"role": "user", "content": text}
-                        line = {"id": f"own-{mine}", "category": CATEGORY, "messages": [message]}
-                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                        file.flush()
+                        file.append({"id": f"own-{mine}", "category": CATEGORY, "messages": [message]})
                         report(written, count)
 
-            await asyncio.gather(*(work() for _ in range(concurrency)))
+            await together(work, concurrency)
             return texts.dropped
 
-    with out.open("a", encoding="utf-8") as file:
-        return asyncio.run(run())
+    with GrowingFile(out) as file:
+        return asyncio.run(run(file))

@@ -14,6 +14,8 @@ from time import monotonic
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
+from dflash_trt.building.build import build
+from dflash_trt.engines.registry import best_here
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt
@@ -47,14 +49,7 @@ def regenerate_with_bundle(
     """
 
     async def run() -> None:
-        async with AsyncLLM(
-            bundle,
-            max_batch_size=concurrency,
-            max_queue=concurrency,
-            block_length=1,
-            prefix_cache_bytes=0,
-            threads=threads,
-        ) as llm:
+        async with plainly(bundle, concurrency, threads=threads, prefix_cache_bytes=0) as llm:
 
             async def answer(prompt: Prompt) -> Answer | None:
                 ids = prompt.token_ids(llm.tokenizer)
@@ -127,6 +122,27 @@ def regenerate_with_server(
     asyncio.run(_answer_all(prompts, out, answer, concurrency, report))
 
 
+def target_bundle(target: Path, place: Path, max_seq_len: int | None = None) -> Path:
+    """A bundle of the target alone, which answers on this machine's best engine."""
+    asked: dict[str, Any] = {"no_drafter": True, "engine": best_here().engine, "block_size": 2, "force": True}
+    return build(str(target), None, place, weights="link", max_seq_len=max_seq_len, **asked).path
+
+
+def plainly(bundle: str | Path, concurrency: int, **options: Any) -> AsyncLLM:
+    """So many requests at a time, one token in a pass."""
+    return AsyncLLM(bundle, max_batch_size=concurrency, max_queue=concurrency, block_length=1, **options)
+
+
+async def together(work: Callable[[], Awaitable[None]], count: int) -> None:
+    """`work`, so many times at once. The first error ends all of them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(work())
+    except* (DFlashError, OSError) as errors:
+        raise errors.exceptions[0] from None
+
+
 def _post(endpoint: str, body: dict[str, Any], timeout: float) -> Any:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -158,29 +174,22 @@ async def _answer_all(
     (twice, count), *_ = [*Counter(prompt.id for prompt in prompts).most_common(1), ("", 0)]
     if count > 1:
         raise RequestError(f"two prompts have the id {twice!r}; every prompt needs its own id")
-    file = AnswerFile(out)
-    waiting = [prompt for prompt in prompts if prompt.id not in file.done]
-    ready, began, tokens = len(prompts) - len(waiting), monotonic(), 0
-    queue = iter(waiting)
+    with AnswerFile(out) as file:
+        waiting = [prompt for prompt in prompts if prompt.id not in file.done]
+        ready, began, tokens = len(prompts) - len(waiting), monotonic(), 0
+        queue = iter(waiting)
 
-    async def work() -> None:
-        nonlocal ready, tokens
-        for prompt in queue:
-            if stopped():
-                return
-            answered = await answer(prompt)
-            ready += 1
-            if answered is not None:
-                file.append(answered)
-                tokens += len(answered.answer_ids)
-            if report is not None:
-                report(ready, len(prompts), tokens, monotonic() - began)
+        async def work() -> None:
+            nonlocal ready, tokens
+            for prompt in queue:
+                if stopped():
+                    return
+                answered = await answer(prompt)
+                ready += 1
+                if answered is not None:
+                    file.add(answered)
+                    tokens += len(answered.answer_ids)
+                if report is not None:
+                    report(ready, len(prompts), tokens, monotonic() - began)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(work())
-    except* DFlashError as errors:
-        raise errors.exceptions[0] from None
-    finally:
-        file.close()
+        await together(work, concurrency)

@@ -7,7 +7,6 @@ OUT/log.jsonl, OUT/recipe.json, OUT/drafter.json, OUT/state/
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +27,15 @@ from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
-from dflash_trt.training.answers import Answer, digest, hold_out, read_answers, summary, write_prompts
+from dflash_trt.training.answers import (
+    Answer,
+    GrowingFile,
+    digest,
+    hold_out,
+    read_answers,
+    summary,
+    write_prompts,
+)
 from dflash_trt.training.blocks import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import average, draw_curve, measure, read_history
@@ -112,8 +119,8 @@ def run(
         asked = read_prompts(out / "held_out.jsonl", recipe.limit)
         report({"step": step, "measuring": len(asked)})
         figures = measure(target, out / "checkpoint", asked, out / "work", max_tokens=recipe.eval_tokens)
-        with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "figures": figures}) + "\n")
+        with GrowingFile(out / "evaluation.jsonl") as file:
+            file.append({"step": step, "figures": figures})
         draw_curve(history | {step: figures}, out / "acceptance.svg")
         (out / "checkpoint" / "README.md").write_text(card(step, figures), encoding="utf-8")
         if average(figures) > max(map(average, history.values()), default=0.0):

@@ -6,6 +6,7 @@ For SmolLM2-135M on a CPU, most of a step's time is the target's pass.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -133,6 +134,10 @@ class FeatureStore:
             for path, count in ((file, size), (kept, len(lengths))) if fresh else ():
                 with path.open("wb") as empty:
                     empty.truncate(count)
+                    if hasattr(
+                        os, "posix_fallocate"
+                    ):  # a write to memory has no error for a full disk: it kills
+                        os.posix_fallocate(empty.fileno(), 0, count)
             self._rows = np.memmap(file, np.uint8, "r+").reshape(first[-1], -1)
             self._have = np.memmap(kept, np.uint8, "r+")
 

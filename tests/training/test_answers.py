@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.cli import main
 from dflash_trt.errors import RequestError
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
@@ -58,6 +64,52 @@ def test_a_prompt_without_room_for_an_answer_is_left_out(bundle: Path, tmp_path:
     asked = [Prompt("long", "", "word " * 1023), Prompt("short", "", "def add(a, b):")]
     regenerate_with_bundle(bundle, asked, out, AnswerSampling(8), threads=1)
     assert [answer.id for answer in read_answers(out)] == ["short"]
+
+
+class _SmallDisk(io.FileIO):
+    """A file on a disk that has room for some more bytes."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data)[: type(self).room]
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        type(self).room -= len(taken)
+        return super().write(taken)
+
+
+@contextmanager
+def small_disk(room: int) -> Iterator[None]:
+    """Files that grow have room for so many bytes together."""
+    opening = Path.open
+
+    def opened(path: Path, mode: str = "r", *how: Any, **named: Any) -> Any:
+        return _SmallDisk(path, mode) if mode == "ab+" else opening(path, mode, *how, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_SmallDisk, "room", room)
+        patch.setattr(Path, "open", opened)
+        yield
+
+
+def test_answers_on_a_disk_that_fills_are_kept_and_continued(bundle, tmp_path, capsys) -> None:
+    asked, out, whole = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "whole.jsonl"))
+    write_prompts(asked, ASKED)
+    regenerate_with_bundle(bundle, ASKED, whole, AnswerSampling(12, (0.0,)), threads=1)
+    command = f"train regenerate --bundle {bundle} --prompts {asked} --out {out} --max-tokens 12 --threads 1"
+    command += " --temperatures 0"
+    with small_disk(whole.stat().st_size // 2):
+        assert main(command.split()) == 1
+    message = capsys.readouterr().err
+    assert f"{out}: the disk is full" in message
+    assert "the same command continues" in message
+    kept = out.read_bytes()
+    assert kept.endswith(b"\n")
+    assert 0 < len(read_answers(out)) < len(ASKED)
+    assert main(command.split()) == 0
+    assert out.read_bytes().startswith(kept)
+    assert sorted(out.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 
 class _Server(BaseHTTPRequestHandler):

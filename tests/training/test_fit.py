@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,21 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_trt import LLM
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.cli import main
-from dflash_trt.errors import DFlashError, RequestError, UsageError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import read_answers
 from dflash_trt.training.blocks import Batches
+from dflash_trt.training.checkpoint import write_tensors
 from dflash_trt.training.evaluation import average, read_history
 from dflash_trt.training.fit import compare, fit
 from dflash_trt.training.own_prompts import PromptFilter, script, user_turn, write_own_prompts
 from dflash_trt.training.target import FeatureStore, FrozenTarget
+from tests.training.test_answers import small_disk
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
 
@@ -97,6 +101,65 @@ def test_what_fits_nothing_is_refused_before_any_work(tmp_path, capsys) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "prompts", "said"),
+    [
+        ({"config.json": {"architectures": ["GooseForCausalLM"]}}, None, "GooseForCausalLM"),
+        ({"tokenizer_config.json": {"chat_template": "{{ bos_token }}"}}, None, "--prompts"),
+        (
+            {"tokenizer_config.json": {"chat_template": None}},
+            {"messages": [{"role": "user", "content": "Why?"}]},
+            "chat_template",
+        ),
+        ({}, {"question": "Why?"}, "mine.jsonl:1"),
+    ],
+)
+def test_a_target_or_prompts_that_cannot_be_used_are_named_before_any_work(
+    changed: dict[str, Any], prompts: dict[str, Any] | None, said: str, tmp_path, capsys
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(TARGET, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    for name, fields in changed.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    command = ["fit", str(folder), "--hours", "1", "--out", str(tmp_path / "out")]
+    if prompts is not None:
+        (tmp_path / "mine.jsonl").write_text(json.dumps(prompts) + "\n")
+        command += ["--prompts", str(tmp_path / "mine.jsonl")]
+    assert main(command) == 1
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_prompts_on_a_disk_that_fills_are_kept_and_continued(tmp_path: Path, capsys) -> None:
+    command = ["fit", str(TARGET), "--hours", "1", "--out", str(tmp_path / "out"), "--threads", "1"]
+    with small_disk(600):
+        assert main(command) == 1
+    message = capsys.readouterr().err
+    file = tmp_path / "out.fit" / "prompts.jsonl"
+    assert f"{file}: the disk is full" in message
+    assert "the same command continues" in message
+    kept = read_prompts(file, 0)
+    with file.open("a") as cut:
+        cut.write('{"id": "own-9')  # killed while writing
+    write_own_prompts(tmp_path / "out.fit" / "target", file, len(kept) + 2, concurrency=4, threads=1)
+    assert read_prompts(file, 0)[: len(kept)] == kept
+    assert len(read_prompts(file, 0)) == len(kept) + 2
+
+
+def test_weights_on_a_full_disk_are_an_error_of_the_system(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("dflash_trt.training.checkpoint.save_file", full)
+    file = tmp_path / "state.safetensors"
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_tensors({"a": torch.zeros(2)}, file)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(file))
+
+
 def test_own_prompts_are_turns_of_the_targets_template(bundle: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     write_own_prompts(bundle, file, 6, concurrency=4, threads=1)
@@ -111,17 +174,6 @@ def test_own_prompts_are_turns_of_the_targets_template(bundle: Path, tmp_path: P
         ids = prompt.token_ids(tokenizer)
         assert ids[: len(opening)] == opening
         assert end in ids[len(opening) :]
-
-
-def test_a_template_without_a_user_turn_asks_for_prompts(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(TARGET, folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ bos_token }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="--prompts"):
-        user_turn(Tokenizer(folder))
 
 
 def test_prompts_are_finished_unmarked_and_differ_in_their_beginning() -> None:

@@ -117,10 +117,9 @@ def test_a_run_never_trains_on_what_it_is_measured_with(data, tmp_path, monkeypa
     assert list(read_history(out / "evaluation.jsonl")) == [0, 20]
     # Other answers later: the run is measured with the same prompts as before.
     more = tmp_path / "more.jsonl"
-    file = AnswerFile(more)
-    for number, answer in enumerate(answers * 3):
-        file.append(replace(answer, id=str(number), content=f"{number} {answer.content}"))
-    file.close()
+    with AnswerFile(more) as file:
+        for number, answer in enumerate(answers * 3):
+            file.add(replace(answer, id=str(number), content=f"{number} {answer.content}"))
     more.write_text(data.read_text() + more.read_text())
     run(TINY, "tiny", more, out, Design(layers=1), replace(recipe, steps=21), evaluate_every=None)
     assert [p.id for p in read_prompts(out / "held_out.jsonl", 0)] == [p.id for p in held]

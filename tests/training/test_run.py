@@ -353,11 +353,10 @@ def test_the_text_part_of_models_with_images(make: Callable[[Path], Path], tmp_p
 
 def test_two_processes_train_one_drafter_and_resume_it(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    file = AnswerFile(tmp_path / "answers.jsonl")
-    for number in range(12):
-        prompt, answer = (random.integers(1, 500, size).tolist() for size in (8, 40))
-        file.append(Answer(str(number), "", prompt, answer, 0.0, "length"))
-    file.close()
+    with AnswerFile(tmp_path / "answers.jsonl") as file:
+        for number in range(12):
+            prompt, answer = (random.integers(1, 500, size).tolist() for size in (8, 40))
+            file.add(Answer(str(number), "", prompt, answer, 0.0, "length"))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
