@@ -142,7 +142,6 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     add_target(parser, "the model that the drafter is for")
     option(parser, "--data", "FILE", Path, "the answers of `train regenerate`", required=True)
     option(parser, "--out", "DIR", Path, "directory of the run; it is continued", required=True)
-    option(parser, "--save-every", "N", at_least(1), "steps between saved states", 50)
     option(parser, "--evaluate-every", "N", at_least(0),
            "steps between evaluations; 0: only before the first step and at the end", 500)  # fmt: skip
     _add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
@@ -176,7 +175,6 @@ def _drafter(args: argparse.Namespace) -> int:
             design,
             recipe,
             held_out=args.held_out,
-            save_every=args.save_every,
             evaluate_every=args.evaluate_every,
             report=report,
         )

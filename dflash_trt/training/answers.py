@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from dflash_trt.errors import RequestError
 from dflash_trt.files.disk import whole_file
+from dflash_trt.files.reading import parse_object
 from dflash_trt.prompts import Prompt, read_prompts
 
 _SHARE = 10  # one prompt of so many is held out
@@ -108,12 +109,7 @@ def read_answers(path: Path) -> list[Answer]:
 
 
 def _answer(path: Path, number: int, line: str) -> Answer:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{path}:{number}: not JSON: {error}") from error
-    if not isinstance(fields, Mapping):
-        raise RequestError(f"{path}:{number}: expected an object, found {line[:60]}")
+    fields = parse_object(line, f"{path}:{number}", RequestError)
     for key in ("prompt_ids", "answer_ids"):
         ids = fields.get(key)
         if not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):

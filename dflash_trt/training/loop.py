@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -264,16 +264,20 @@ def make_accelerator() -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision=asked or ("bf16" if fast else "no"))
 
 
+def same_as_before(file: Path, values: Mapping[str, Any], but: str = "") -> None:
+    """Raise DFlashError where a run in this place has begun with other values, `but` one."""
+    before = read_object(file) if file.exists() else values
+    for key in values | before:
+        if key != but and before.get(key) != values.get(key):
+            raise DFlashError(
+                f"{file}: {key} is {before.get(key)}, but now {values.get(key)}: a run continues as it began; choose "
+                "another --out"
+            )
+
+
 def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
     values = {**asdict(recipe), "processes": accelerator.num_processes}
-    if file.exists():
-        before = read_object(file)
-        for key, value in values.items():
-            if key != "steps" and before.get(key) != value:
-                raise DFlashError(
-                    f"{file}: {key} is {before.get(key)}, but now {value}: a run continues with its first "
-                    "recipe; choose another --out"
-                )
+    same_as_before(file, values, but="steps")
     accelerator.wait_for_everyone()  # the others read what was there before
     if accelerator.is_main_process:
         write_object(file, values)

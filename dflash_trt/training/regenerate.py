@@ -8,7 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -133,7 +133,7 @@ def plainly(bundle: str | Path, concurrency: int, **options: Any) -> AsyncLLM:
     return AsyncLLM(bundle, max_batch_size=concurrency, max_queue=concurrency, block_length=1, **options)
 
 
-async def together(work: Callable[[], Awaitable[None]], count: int) -> None:
+async def together(work: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
     """`work`, so many times at once. The first error ends all of them."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -40,7 +40,7 @@ from dflash_trt.training.blocks import Batches
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.evaluation import average, draw_curve, measure, read_history
 from dflash_trt.training.export import model_card
-from dflash_trt.training.loop import make_accelerator, train
+from dflash_trt.training.loop import make_accelerator, same_as_before, train
 from dflash_trt.training.recipe import FURTHER_RATE, NEW_RATE, Design, Recipe
 from dflash_trt.training.target import FrozenTarget, matrix_dtype
 
@@ -56,7 +56,6 @@ def run(
     recipe: Recipe,
     *,
     held_out: Path | None = None,
-    save_every: int = 50,
     evaluate_every: int | None = 0,
     report: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> int:
@@ -130,7 +129,6 @@ def run(
 
     train(
         *(drafter, frozen, batches, recipe, out, accelerator),
-        save_every=save_every,
         evaluate_every=evaluate_every or 0,
         on_weights=keep,
         report=report,
@@ -155,9 +153,8 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
     """config.json of the drafter. If a run exists, it must be the same as that run's."""
     if design.checkpoint is not None:
         config = read_config(design.checkpoint / "config.json")
-        for option in ("layers", "taps", "mask_token_id"):
-            if (asked := getattr(design, option)) is not None:
-                name = option.replace("_", "-")
+        for name in ("layers", "taps"):
+            if (asked := getattr(design, name)) is not None:
                 raise UsageError(
                     f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
                 )
@@ -170,24 +167,16 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
         taps = list(design.taps or drafters.default_taps(layers))
         if max(taps) >= layers:
             raise UsageError(f"--taps has layer {max(taps)}, but the target has layers 0 to {layers - 1}")
-        mask = design.mask_token_id
-        if mask is None:
-            mask = drafters.default_mask_token(Tokenizer(target), target_config)
         config = drafters.new_config(
             target_config,
             layers=design.layers or 2,
             taps=taps,
             block_size=design.block_size or 8,
-            mask_token_id=mask,
+            mask_token_id=drafters.default_mask_token(Tokenizer(target), target_config),
         )
         if design.kind == "dflash2":
             config = drafters.dflash2_config(config)
-    if file.exists() and (before := read_object(file)) != config:
-        differing = next(key for key in config | before if config.get(key) != before.get(key))
-        raise DFlashError(
-            f"{file}: {differing} is {before.get(differing)}, but now {config.get(differing)}; a run continues with "
-            "the drafter it began with; choose another --out"
-        )
+    same_as_before(file, config)
     return config
 
 
