@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from dflash_plugins import launch
+from dflash_plugins import packed as products
 from torch import Tensor
 
 from dflash_trt.decoding.arrays import Arrays
@@ -24,6 +25,7 @@ from dflash_trt.engines.device.adjusting import Adjusting
 from dflash_trt.engines.device.arrays import DeviceArrays
 from dflash_trt.engines.device.kernels import compiles_here, kernels_here
 from dflash_trt.engines.torch import layers
+from dflash_trt.engines.torch.packed import linear, product_heads
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports.environment import versions_of
 
@@ -119,6 +121,7 @@ def problems(
         for name, case in _cases():
             yield name, _differs(case, device)
         yield "GatedDeltaNet", _recurrent(device)
+        yield "ProductHeads", _placed(device, dtype)
 
 
 def _sampled(device: Device, run: launch.Run, vocab: int) -> str:
@@ -304,3 +307,34 @@ def _recurrent(device: Device) -> str:
     (y, after, _), (y_again, after_again, _) = results
     same = torch.equal(y[:, again:], y_again) and torch.equal(after, after_again)
     return "" if same else "rows that are replayed get other bits"
+
+
+def _placed(device: Device, dtype: torch.dtype) -> str:
+    """ProductHeads: 40 rows of two sequences, of which the heads of several programs are placed by one."""
+    generator, size, inputs, count = torch.Generator().manual_seed(0), 128, 1100, 20
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, weight, bias, norms = (
+        drawn(2 * count, inputs),
+        drawn(8 * size, inputs) / 32,
+        drawn(8 * size),
+        drawn(2, size),
+    )
+    angles, start, packed = (
+        drawn(2, count, size // 2),
+        torch.tensor([4, 0], device=device),
+        products.plain(weight),
+    )
+    attributes = {"kinds": "qkv", "heads": [4, 2, 2], "size": size, "epsilon": 1e-6}
+    results = []
+    for joined in (True, False):
+        heads = [2, count], *norms, None, angles.cos(), angles.sin(), start, *drawn(2, 2, 2, 30, size).mul(0)
+        given = attributes, x, packed, bias, None
+        if joined:
+            results.append(product_heads(*given, *heads))
+        else:
+            results.append(layers.place_heads(attributes, linear(*given[:4]), *heads))
+    same = all(torch.equal(*both) for both in zip(*results, strict=True))
+    return "" if same else "heads get other bits than from two kernels"

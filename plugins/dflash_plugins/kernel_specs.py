@@ -50,6 +50,9 @@ class Use:
         """Names the kernel among others: 32 hexadecimal digits of all of the above."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @cached_property
     def options(self) -> dict[str, Any]:
         """Triton's options for it."""

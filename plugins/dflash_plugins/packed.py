@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_plugins.kernel_specs import Types, Use, optional
+from dflash_plugins.kernel_specs import Types, Use, optional, power_of_two
 from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
 
 
@@ -113,6 +113,21 @@ def product_use(
 
 
 @cache
+def heads_use(
+    weight: Packing, dtype: str, tokens: int, tile: Tile, heads: Use, *, biased: bool, scaled: bool = False
+) -> Use:
+    """The product of rows, with what `heads` (kernel_specs.place_heads) does with it."""
+    first = product_use(weight, dtype, tokens, tile, biased=biased, scaled=scaled)
+    types = first.types | heads.types | {"partial": "*fp32", "counters": "*i32"}
+    types.pop("y")
+    left = types.keys() | {"order", "groups"}
+    constants = {name: value for name, value in first.constants.items() if name not in left}
+    # More rows of a head at a time would take registers from the product of many.
+    constants |= heads.constants | {"AHEAD": 16 if tokens == ROWS[0] else 8}
+    return Use("packed", "product_heads", types, constants, tile.num_warps, tile.num_stages)
+
+
+@cache
 def widen_use(weight: Packing, dtype: str, tile: Tile) -> Use:
     """The kernel that writes a packed weight in another type."""
     types, constants = _stored(weight, dtype, tile)
@@ -178,6 +193,28 @@ def plain(weight: Tensor, tile: Tile | None = None) -> PackedWeight:
     form = Packing(outputs, inputs, "plain", experts=len(weight) if weight.ndim == 3 else 0)
     counters = None if form.experts else counters_of(form.outputs, weight.device)
     return PackedWeight(form, weight, None, None, None, counters, tile or form.tiles[0])
+
+
+def joins_heads(rows: int, weight: PackedWeight, size: int) -> bool:
+    """Whether the product of so many rows may place its heads of so many numbers (`by_product`)."""
+    whole = size == power_of_two(size) and not size % weight.tile.block_n
+    return whole and rows <= ROWS[-1] and not weight.form.experts
+
+
+def by_product(x: Tensor, weight: PackedWeight, bias: Tensor | None, factor: Tensor | None, run: Run) -> Run:
+    """A launch of `place_heads` (layers.py), whose x is the product of these and is not read: one kernel does both."""
+    rows, form, tile = len(x), weight.form, weight.tile
+    tokens, splits = tile.tokens_of(rows), splits_of(form, tile)[0]
+
+    def launched(heads: Use, _: tuple[int, ...], **arguments: Any) -> None:
+        partial = torch.empty(splits, rows, form.outputs, dtype=torch.float32, device=x.device)
+        arguments |= weight.stored | {"x": x, "bias": bias, "factor": factor, "rows": rows}
+        more = {"biased": bias is not None, "scaled": factor is not None}
+        use = heads_use(form, TYPE_NAMES[x.dtype], tokens, tile, heads, **more)
+        grid = -(-rows // tokens) * -(-form.outputs // tile.block_n), splits
+        run(use, grid, **arguments, partial=partial, counters=weight.counters)
+
+    return launched
 
 
 def product(

@@ -41,6 +41,15 @@ class Launched:
     once: bool = False
 
 
+_WRITTEN = "q", "cos", "sin", "start", "k_cache", "v_cache"
+_NORMED = "q_norm", "k_norm", *_WRITTEN
+# Heads of Qwen3-8B, with all that they may have, and of gpt-oss-20b; and the inputs of their products.
+HEADS = {
+    uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", present=(*_NORMED, "region"), fp8=True): 4096,
+    uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", present=(*_WRITTEN, "region")): 2880,
+}
+
+
 def between_products() -> Iterator[Use]:
     """Norms, routers, gates, heads and the best tokens."""
     yield uses.router(32, 2880, "bf16", biased=True, epsilon=1e-5, k=4, arranged=True)
@@ -53,12 +62,9 @@ def between_products() -> Iterator[Use]:
     for rounding in (("fp8", True), ("nvfp4", False)):
         yield from (uses.gate(inner, "bf16", rounding) for inner in (12_288, 28_672))
         yield from (uses.add_norm(8192, 1e-6, "bf16", rounding), uses.quantized_rows(8192, "bf16", rounding))
-    written = "cos", "sin", "start", "k_cache", "v_cache"
-    normed, region = ("q_norm", "k_norm", "q", *written), ("region",)
-    yield uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", present=normed)
-    yield uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", present=normed + region, fp8=True)
-    yield uses.place_heads(64, 8, 8, 64, 32, 1e-5, "bf16", present=("q", *written, *region))
-    yield uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", present=("k_norm", *written))
+    yield from HEADS
+    yield uses.place_heads(32, 8, 8, 128, 64, 1e-6, "bf16", present=_NORMED)
+    yield uses.place_heads(0, 4, 4, 256, 32, 1e-6, "fp32", present=("k_norm", *_WRITTEN[1:]))
     yield from (uses.best_token(vocab, "bf16") for vocab in (3000, 50_257, 201_088))
     yield from (uses.best_token(151_936, "fp32"), uses.best_token(50))
     yield uses.merge(32, 128, "bf16", sinks=False, by_row=True)
@@ -82,6 +88,12 @@ def products() -> Iterator[Launched]:
     plain = packed.Packing(2304, 4096, "plain"), packed.Packing(768, 2048, "plain", experts=128)
     for form, (dtype, tokens) in itertools.product(plain, (("bf16", PROMPTS), ("fp16", packed.ROWS[0]))):
         yield Launched([packed.product_use(form, dtype, tokens, tile, biased=False) for tile in form.tiles])
+    for (heads, inputs), tokens in itertools.product(HEADS.items(), (packed.ROWS[0], PROMPTS)):
+        form = packed.Packing(
+            sum(heads.constants[n] for n in ("H", "KEYS", "VALUES")) * heads.constants["D"], inputs, "plain"
+        )
+        tiles = [tile for tile in form.tiles if not heads.constants["D"] % tile.block_n]
+        yield Launched([packed.heads_use(form, "bf16", tokens, tile, heads, biased=True) for tile in tiles])
     forms = [replace(form, outputs=2304, inputs=4096) for form in FORMS if form.codes != "plain"]
     forms += [
         replace(form, outputs=768, inputs=2048, experts=128) for form in STACKS if form.codes != "plain"

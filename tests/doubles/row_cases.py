@@ -125,7 +125,8 @@ def heads(d: Drawn) -> Rows:
         group, keys, capacity, batch = 1, 1, 1 << 15, min(batch, 2)
         d.rows = batch
     q_heads = group * keys
-    x = d.real(batch, count, (q_heads + 2 * keys) * size)
+    x = d.real(batch, count, 64)
+    weight, _ = random_weight(packed.Packing((q_heads + 2 * keys) * size, 64, "plain"), dtype=d.dtype)
     caches = d.real(2, batch, keys, capacity, size)
     caches = in_bytes(caches) if d.random.integers(3) == 0 else caches
     start = d.whole(capacity - count, batch)
@@ -134,19 +135,15 @@ def heads(d: Drawn) -> Rows:
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         turns = {"cos": angles[rows].cos().flatten(0, 1), "sin": angles[rows].sin().flatten(0, 1)}
-        chosen = {"k_cache": caches[0, rows], "v_cache": caches[1, rows]}
-        q = layers.place_heads(
-            x[rows].flatten(0, 1),
-            *(count, size, q_heads),
-            **turns,
-            **chosen,
-            epsilon=1e-6,
-            q_norm=norms[0],
-            k_norm=norms[1],
-            start=start[rows],
-            run=d.run,
-        )
-        assert q is not None
+        inputs, placed = x[rows].flatten(0, 1), []
+        more = turns | {"q_norm": norms[0], "k_norm": norms[1], "start": start[rows]}
+        product = packed.product(inputs, weight, None, d.run)
+        for run in (d.run, packed.by_product(inputs, weight, None, None, d.run)):
+            chosen = {"k_cache": caches[0, rows], "v_cache": caches[1, rows]}
+            q = layers.place_heads(product, count, size, q_heads, **more, **chosen, epsilon=1e-6, run=run)
+            assert q is not None
+            placed.append((q, *chosen.values()))
+        assert all(map(torch.equal, *placed)), "a product places heads otherwise"
         last = start[rows][:, None] + torch.arange(count)
         first = (last - window).clamp(min=0)
         y = layers.attention(q, *chosen.values(), first, last, sinks=sinks, by_row=True, run=d.run)

@@ -38,6 +38,7 @@ def test_right_kernels_pass() -> None:
         "Attention, FP8",
         "PlaceHeads",
         "PlaceHeads, FP8",
+        "ProductHeads",
         "QuantizedRows fp8",
         "QuantizedRows nvfp4",
         "Router",
@@ -49,7 +50,7 @@ def test_right_kernels_pass() -> None:
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, attend, experts, delta = launch.sample_rows, layers.attention, layers.moe, layers.gated_delta_net
     gate, end, plain = layers.gate, launch.end_round, packed.experts_product
-    best = layers.best_token
+    best, joined = layers.best_token, packed.by_product
 
     def other_state(*given: Any, run: Any) -> Any:
         state, replayed = given[4], given[6]
@@ -68,6 +69,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "best_token"): lambda x, **options: best(x.flip(1), **options),
         (layers, "gate"): lambda x, *given, **options: gate(-x, *given, **options),
         (packed, "experts_product"): lambda x, *given: plain(-x, *given),
+        (packed, "by_product"): lambda x, *given: joined(x * 1.01, *given),
     }
     for (module, name), function in wrong.items():
         monkeypatch.setattr(module, name, function)
@@ -84,6 +86,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             "BestToken",
             "Gate",
             "GroupedProduct",
+            "ProductHeads",
         ),
     }
     assert found["GatedDeltaNet"] == "rows that are replayed get other bits"

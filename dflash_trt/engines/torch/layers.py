@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from dflash_plugins.packed import PackedWeight
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
+from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.formats.floats import NVFP4_BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, CACHE_SCALE_BYTES, E2M1_MAX, E4M3_MAX, E4M3_MIN
 from dflash_trt.graph.quantized import TINY
@@ -180,8 +182,12 @@ def place_heads(
     start: Tensor | None = None,
     k_cache: Cache | None = None,
     v_cache: Cache | None = None,
-) -> list[Cache]:
-    """`PlaceHeads` (dflash_trt/graph/torch.py)."""
+    *,
+    joined: Callable[[Run], Run] | None = None,
+) -> list[Cache] | None:
+    """`PlaceHeads` (dflash_trt/graph/torch.py). joined: makes launches of which x is a part, and is not there: then
+    None is given where no kernel does that.
+    """
     heads, size, layer = dict(zip(a["kinds"], a["heads"], strict=True)), a["size"], kernels.of(x)
     norms, caches = {"q": q_norm, "k": k_norm, "v": v_norm}, {"k": k_cache, "v": v_cache}
     targets = {f"{kind}_cache": Rows.of(cache) for kind, cache in caches.items() if cache is not None}
@@ -194,13 +200,17 @@ def place_heads(
         region = next((cache.region for cache in targets.values()), None)
         arguments |= {"epsilon": a["epsilon"], "start": start, "region": region}
 
-        def launched(run: Run, _: None) -> tuple[Tensor | None]:
-            return (
-                ours.place_heads(x.contiguous(), shape[1], size, heads.get("q", 0), **arguments, run=run),
-            )
+        def launched(run: Run, _: None) -> list[Cache]:
+            q = ours.place_heads(x.contiguous(), shape[1], size, heads.get("q", 0), **arguments, run=run)
+            return [q if kind == "q" else caches[kind] for kind in heads]  # type: ignore[misc]
 
-        if (queries := layer.first("heads", launched)) is not None:
-            return [queries[0] if kind == "q" else caches[kind] for kind in heads]  # type: ignore[misc]
+        if joined is not None:
+            with suppress(BuildError, EngineError):
+                return launched(joined(layer.run), None)
+        elif (placed := layer.first("heads", launched)) is not None:
+            return placed
+    if joined is not None:
+        return None
     results = list[Cache]()
     parts = torch.split(x, [count * size for count in heads.values()], -1)
     for (kind, count), rows in zip(heads.items(), parts, strict=True):

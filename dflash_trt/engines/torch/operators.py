@@ -31,6 +31,7 @@ HOST: Mapping[str, tuple[int, ...]] = {
     "Range": (0, 1, 2),
     "Pad": (1,),
     "PlaceHeads": (1,),
+    "ProductHeads": (4,),
     "Gate": (1,),
 }
 
@@ -193,6 +194,7 @@ OPERATORS: dict[str, Operator] = {
     "Pad": _pad,
     "PlaceHeads": layers.place_heads,
     "Pow": lambda a, x, y: x**y,
+    "ProductHeads": packed.product_heads,
     "QuantizeLinear": _quantize,
     "QuantizedRows": layers.quantized_rows,
     "RMSNormalization": layers.rms_norm,

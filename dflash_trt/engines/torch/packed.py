@@ -20,6 +20,7 @@ from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
 from dflash_trt.engines.torch import kernels
+from dflash_trt.engines.torch.layers import Cache, place_heads
 from dflash_trt.errors import BuildError, EngineError
 from dflash_trt.formats.numbers import E2M1, E8M0
 
@@ -168,6 +169,24 @@ def linear(
     if many and factor is not None and layer.prompts.get((packed.form, x.dtype)):
         return _in_fp8(x, packed, bias, factor)
     return ours.product(x.contiguous(), packed, bias, layer.run, factor)
+
+
+def product_heads(
+    a: Attributes,
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    *heads: Any,
+) -> list[Cache] | None:
+    """`place_heads` of a product: one kernel for few rows, where it can be."""
+    layer = kernels.of(x)
+    if layer is not None and ours.joins_heads(len(x), packed, a["size"]):
+        joined = partial(ours.by_product, x.contiguous(), packed, bias, factor)
+        product = x.new_empty(len(x), packed.form.outputs)  # nothing is written there
+        if (placed := place_heads(a, product, *heads, joined=joined)) is not None:
+            return placed
+    return place_heads(a, linear(a, x, packed, bias, factor), *heads)
 
 
 def _in_fp8(x: Tensor, packed: PackedWeight, bias: Tensor | None, factor: Tensor) -> Tensor:

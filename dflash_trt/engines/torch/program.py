@@ -29,6 +29,7 @@ from dflash_trt.errors import BundleError
 from dflash_trt.graph.torch import DOMAIN, VERSION
 
 Tensor = torch.Tensor
+_PLACING = "PlaceHeads", "ProductHeads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Graph:
         self.nodes = self._added(self._fused(self._uncast(self.nodes)))
         if alone:
             self.nodes = [self._multiplied(node) for node in self.nodes]
+        self.nodes = self._placing(self.nodes)
         self._uploaded: dict[str, Tensor] = {}
 
     def _node(self, node: ir.Node) -> Node:
@@ -223,6 +225,32 @@ class Graph:
             self.weights[ours] = packed.plain(weight)
         return replace(node, inputs=[x, ours, *bias])
 
+    def _placing(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes, where a product by our kernels places its heads itself, if nothing else reads it."""
+        read = Counter([*self.outputs, *(name for node in nodes for name in node.inputs)])
+        products = {
+            node.outputs[0]: node
+            for node in nodes
+            if node.operator in ("Gemm", "ScaledProduct")
+            and isinstance(self.weights.get(node.inputs[1]), PackedWeight)
+            and read[node.outputs[0]] == 1
+        }
+
+        def joined(node: Node) -> Node:
+            before = products.get(node.inputs[0]) if node.operator == "PlaceHeads" else None
+            if before is None:
+                return node
+            x, weight, *more = before.inputs
+            factor, bias = [*([""] if before.operator == "Gemm" else []), *more, ""][:2]
+            inputs, attributes = (
+                [x, weight, bias, factor, *node.inputs[1:]],
+                {**before.attributes, **node.attributes},
+            )
+            return Node("ProductHeads", attributes, inputs, node.outputs, HOST["ProductHeads"])
+
+        placed = {node.inputs[0] for node in nodes if node.operator == "PlaceHeads"} & products.keys()
+        return [joined(node) for node in nodes if placed.isdisjoint(node.outputs)]
+
     @property
     def tiles(self) -> list[str]:
         """What the bits of products depend on: tiles, and whether torch multiplies the many rows of prompts."""
@@ -260,9 +288,9 @@ class Graph:
         names = set(caches)
         for node in self.nodes:
             opened = names.intersection(node.inputs)
-            if opened and node.operator not in ("PlaceHeads", "Attend", "WriteRows", "Shape"):
+            if opened and node.operator not in (*_PLACING, "Attend", "WriteRows", "Shape"):
                 return True
-            if node.operator in ("PlaceHeads", "WriteRows"):
+            if node.operator in (*_PLACING, "WriteRows"):
                 kinds = node.attributes.get("kinds", "k")
                 names.update(name for kind, name in zip(kinds, node.outputs, strict=False) if kind != "q")
         return False

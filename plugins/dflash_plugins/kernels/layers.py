@@ -135,21 +135,101 @@ def add_norm(
 
 
 @triton.jit
-def _place(cache, row, column, inner, value, D: tl.constexpr):
-    """Store the numbers [slots] of a head, zeros after its D, in a row of a cache: as they are, or as E4M3 with their
-    scale after them, which is NaN if one of them is not finite.
+def _place(cache, row, real, value, D: tl.constexpr):
+    """Store the numbers [slots, rows] of a head, zeros after its D, in the rows of a cache that are real: as they are,
+    or as E4M3 with their scale after them, which is NaN if one of them is not finite.
     """
+    column = tl.arange(0, value.shape[0])
+    inner = (column < D)[:, None] & real[None, :]
     if cache.dtype.element_ty == tl.uint8:
         largest = tl.max(tl.abs(value), axis=0)
         scale = tl.div_rn(tl.where(largest < _TINY, _TINY, largest), 448.0)
-        bits = (_e4m3_rounded(tl.div_rn(value, scale)) * 2.0**-120).to(tl.int32, bitcast=True)
-        at = cache + row * (D + 4) + column
+        number = _e4m3_rounded(tl.div_rn(value, tl.broadcast_to(scale[None, :], value.shape)))
+        bits = (number * 2.0**-120).to(tl.int32, bitcast=True)
+        at = cache + row[None, :] * (D + 4) + column[:, None]
         tl.store(at, (((bits >> 20) & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8), mask=inner)
-        whole = tl.zeros_like(column) + scale + tl.sum(value * 0.0, axis=0)
-        at_scale = (cache + row * (D + 4) + D).to(tl.pointer_type(tl.float32)) + column
-        tl.store(at_scale, whole, mask=inner & (column == 0))
+        at_scale = (cache + row * (D + 4) + D).to(tl.pointer_type(tl.float32))
+        tl.store(at_scale, scale + tl.sum(value * 0.0, axis=0), mask=real)
     else:
-        tl.store(cache + row * D + column, value.to(cache.dtype.element_ty), mask=inner)
+        at = cache + row[None, :] * D + column[:, None]
+        tl.store(at, value.to(cache.dtype.element_ty), mask=inner)
+
+
+@triton.constexpr_function
+def _halvings(slots: int) -> int:
+    return slots.bit_length() - 1
+
+
+@triton.jit
+def _sum(x):
+    """The sums [rows] of [slots, rows], of neighbours and then of their sums: in one order, however a program holds
+    them.
+    """
+    for _ in tl.static_range(_halvings(x.shape[0])):
+        x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), axis=1)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def place(
+    value,  # float32 [D_SLOTS, rows]: numbers of a head, zeros after its D
+    head,
+    row,  # [rows] of a pass
+    real,  # [rows]: whether it is one
+    q_norm,  # as of `place_heads`, like those that follow
+    k_norm,
+    cos,
+    sin,
+    start,
+    region,
+    count,
+    capacity,
+    q,
+    k_cache,
+    v_cache,
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    EPSILON: tl.constexpr,
+    D: tl.constexpr,
+    D_SLOTS: tl.constexpr,
+):
+    """A head's norm, its rotation, and its place."""
+    sequence, i, column = row // count, row % count, tl.arange(0, D_SLOTS)
+    inner, key = column < D, row * 0 + (head - H)  # negative: it is of a query
+    if head < H + KEYS:
+        if q_norm is not None or k_norm is not None:
+            scale = (1.0 / tl.sqrt(_sum(value * value) / D + EPSILON))[None, :]
+            if head < H:
+                if q_norm is not None:
+                    value *= scale * tl.load(q_norm + column, mask=inner, other=0.0).to(tl.float32)[:, None]
+            else:
+                if k_norm is not None:
+                    value *= scale * tl.load(k_norm + column, mask=inner, other=0.0).to(tl.float32)[:, None]
+        if cos is not None:
+            low, turned = (column < HALF)[:, None], (column < 2 * HALF)[:, None]
+            partner = tl.broadcast_to(
+                tl.where(low, column[:, None] + HALF, column[:, None] - HALF), value.shape
+            )
+            other = tl.where(turned, tl.gather(value, partner, 0), 0.0)
+            pair = row[None, :] * HALF + tl.where(low, column[:, None], column[:, None] - HALF)
+            c = tl.load(cos + pair, mask=turned & real[None, :], other=1.0).to(tl.float32)
+            s = tl.load(sin + pair, mask=turned & real[None, :], other=0.0).to(tl.float32)
+            value = value * c + tl.where(low, -other, other) * s
+    if q is not None:
+        at = (((sequence.to(tl.int64) * H + head) * count + i) * D)[None, :] + column[:, None]
+        tl.store(q + at, value.to(q.dtype.element_ty), mask=inner[:, None] & (real & (key < 0))[None, :])
+    if start is not None:
+        place, owner = tl.load(start + sequence, mask=real, other=0) + i, sequence.to(tl.int64)
+        if region is not None:
+            place, owner = place + tl.load(region + sequence, mask=real, other=0), owner * 0
+        if k_cache is not None:
+            at = (owner * KEYS + key) * capacity + place
+            _place(k_cache, at, real & (key >= 0) & (key < KEYS), value, D)
+        if v_cache is not None:
+            at = (owner * VALUES + key - KEYS) * capacity + place
+            _place(v_cache, at, real & (key >= KEYS), value, D)
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -175,48 +255,14 @@ def place_heads(
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
 ):
     """One program for each head of each row: its norm, its rotation, and its place."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    sequence, i = row // count, row % count
+    row, head = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1)
     column = tl.arange(0, D_SLOTS)
-    inner = column < D
-    source = x + (row.to(tl.int64) * (H + KEYS + VALUES) + head) * D
-    value = tl.load(source + column, mask=inner, other=0.0).to(tl.float32)
-    if head < H + KEYS:
-        partner = tl.where(column < HALF, column + HALF, column - HALF)
-        turned = column < 2 * HALF
-        other = value
-        if cos is not None:
-            other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / D + EPSILON)
-        if head < H:
-            if q_norm is not None:
-                value *= scale * tl.load(q_norm + column, mask=inner, other=0.0).to(tl.float32)
-                if cos is not None:
-                    other *= scale * tl.load(q_norm + partner, mask=turned, other=0.0).to(tl.float32)
-        else:
-            if k_norm is not None:
-                value *= scale * tl.load(k_norm + column, mask=inner, other=0.0).to(tl.float32)
-                if cos is not None:
-                    other *= scale * tl.load(k_norm + partner, mask=turned, other=0.0).to(tl.float32)
-        if cos is not None:
-            pair = row * HALF + tl.where(column < HALF, column, column - HALF)
-            c = tl.load(cos + pair, mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(sin + pair, mask=turned, other=0.0).to(tl.float32)
-            value = value * c + tl.where(column < HALF, -other, other) * s
-    if q is not None:
-        at = ((sequence.to(tl.int64) * H + head) * count + i) * D + column
-        tl.store(q + at, value.to(q.dtype.element_ty), mask=column < tl.where(head < H, D, 0))
-    if start is not None:
-        place, owner = tl.load(start + sequence) + i, sequence.to(tl.int64)
-        if region is not None:
-            place, owner = place + tl.load(region + sequence), owner * 0
-        key = head - H
-        if k_cache is not None:
-            mine = column < tl.where((key >= 0) & (key < KEYS), D, 0)
-            _place(k_cache, (owner * KEYS + key) * capacity + place, column, mine, value, D)
-        if v_cache is not None:
-            mine = column < tl.where(key >= KEYS, D, 0)
-            _place(v_cache, (owner * VALUES + key - KEYS) * capacity + place, column, mine, value, D)
+    source = x + ((row.to(tl.int64) * (H + KEYS + VALUES) + head) * D)[None, :]
+    value = tl.load(source + column[:, None], mask=(column < D)[:, None], other=0.0).to(tl.float32)
+    place(
+        *(value, head, row, row >= 0, q_norm, k_norm, cos, sin, start, region, count, capacity),
+        *(q, k_cache, v_cache, H, KEYS, VALUES, HALF, EPSILON, D, D_SLOTS),
+    )
 
 
 @triton.jit

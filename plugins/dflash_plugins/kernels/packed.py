@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dflash_plugins.kernels.layers import place
+
 # The bits of 2**23 in float32: a whole number in the low bits is added to it.
 _WHOLE = tl.constexpr(0x4B000000)
 
@@ -332,21 +334,111 @@ def product(
             tl.debug_barrier()  # the whole program has written
             done = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel")
             if done == SPLITS - 1:
-                total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-                for split in range(SPLITS):
-                    part_of = partial + split * rows.to(tl.int64) * OUT + at
-                    total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
+                total = _added(partial, rows, at, mask, OUT, SPLITS, 1)
                 _write(total, bias, factor, y, out, token, in_row, in_token, at)
                 tl.store(counters + tl.program_id(0), 0)
 
 
 @triton.jit
-def _write(total, bias, factor, y, out, token, in_row, in_token, at):
+def _added(partial, rows, at, mask, OUT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sum of what the programs of a stripe wrote, in their order, of which AT_ONCE are read at a time."""
+    total = tl.zeros(at.shape, tl.float32)
+    for split in tl.range(0, SPLITS, loop_unroll_factor=AT_ONCE):
+        part_of = partial + split * rows.to(tl.int64) * OUT + at
+        total += tl.load(part_of, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _scaled(total, bias, factor, out, token, in_row, in_token):
     if factor is not None:
         total *= tl.load(factor + token, mask=in_token, other=0.0)[None, :]
     if bias is not None:
         total += tl.load(bias + out, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def _write(total, bias, factor, y, out, token, in_row, in_token, at):
+    total = _scaled(total, bias, factor, out, token, in_row, in_token)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=in_row[:, None] & in_token[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "count", "capacity"])
+def product_heads(
+    x,  # as of `product`, like those that follow
+    codes,
+    scales,
+    second,
+    zeros,
+    bias,
+    factor,
+    rows,
+    partial,
+    counters,  # by head and piece
+    q_norm,  # as of `place_heads` (layers.py) of y, like those that follow
+    k_norm,
+    cos,
+    sin,
+    start,
+    region,
+    count,
+    capacity,
+    q,
+    k_cache,
+    v_cache,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    PER: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    EPSILON: tl.constexpr,
+    D: tl.constexpr,  # a multiple of BLOCK_N
+    D_SLOTS: tl.constexpr,  # the same
+    AHEAD: tl.constexpr,  # rows of a head at a time
+):
+    """`product`, and what `place_heads` does with y, which is not written. The last program of a head does it."""
+    pieces = (rows + TOKENS - 1) // TOKENS
+    STRIPES: tl.constexpr = D // BLOCK_N
+    stripe, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    out, token = stripe * BLOCK_N + tl.arange(0, BLOCK_N), piece * TOKENS + tl.arange(0, TOKENS)
+    in_row, row, in_token = out < OUT, out.to(tl.int64), token < rows
+    total = _sums(
+        *(x, codes, scales, second, zeros, row, row // GROUP_ROWS, in_row, token, in_token),
+        *(tl.program_id(1) * SPAN, IN, CODES, SCALES, SECOND, EXACT, PER, GROUP, SPAN, BLOCK_K),
+    )
+    of_split = partial + tl.program_id(1) * rows.to(tl.int64) * OUT
+    tl.store(of_split + token[None, :] * OUT + out[:, None], total, mask=in_token[None, :])
+    tl.debug_barrier()  # the whole program has written
+    head = stripe // STRIPES
+    counter = counters + head * pieces + piece
+    if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS * STRIPES - 1:
+        column = head * D + tl.arange(0, D)
+        for low in range(0, tl.minimum(TOKENS, rows - piece * TOKENS), AHEAD):
+            some = piece * TOKENS + low + tl.arange(0, AHEAD)
+            real = some < rows
+            at = some[None, :] * OUT + column[:, None]
+            value = _added(partial, rows, at, real[None, :], OUT, SPLITS, SPLITS)
+            value = _scaled(value, bias, factor, column, some, column < OUT, real)
+            value = value.to(x.dtype.element_ty).to(tl.float32)  # as `product` writes it
+            place(
+                *(value, head, some, real, q_norm, k_norm, cos, sin, start, region, count, capacity),
+                *(q, k_cache, v_cache, H, KEYS, VALUES, HALF, EPSILON, D, D_SLOTS),
+            )
+        tl.store(counter, 0)
 
 
 @triton.jit

@@ -106,14 +106,14 @@ class _Launches(TorchDispatchMode):
         self.ours[use.function] += 1
 
 
-def _of_a_pass(bundle: Bundle) -> tuple[Counter[str], Counter[str]]:
-    """What a target's pass over eight rows launches, of torch's operators and of our kernels. Nothing is computed."""
+def _of_a_pass(bundle: Bundle, rows: int = 8) -> tuple[Counter[str], Counter[str]]:
+    """What a target's pass over a few rows launches, of torch's operators and of our kernels. Nothing is computed."""
     launches = _Launches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "_tile", lambda _, weight, *__: weight.form.tiles[0])
         patch.setattr(kernels, "of", lambda _: kernels.LayerKernels(launches.run))
         graph = Graph(bundle.path / "target.onnx", torch.device("cpu"), alone=True)
-        sizes = {"B": 1, "S": 8, "R": 8}
+        sizes = {"B": 1, "S": rows, "R": rows}
         feeds = {
             name: torch.zeros([n if isinstance(n, int) else sizes[n] for n in s.shape], dtype=s.dtype)
             for name, s in graph.inputs.items()
@@ -127,9 +127,11 @@ def _of_a_pass(bundle: Bundle) -> tuple[Counter[str], Counter[str]]:
 
 
 def test_a_layer_of_gpt_oss_launches_each_kernel_once(tmp_path: Path) -> None:
-    """But two products. A norm is in the router's kernel, which chooses the experts, and the other one adds them."""
+    """Eight in all. The first product places its heads. A norm is in the router's kernel, which chooses the experts,
+    and the other one adds them. More than 64 rows are placed by a kernel of their own.
+    """
     bundle = build(
-        str(make_gpt_oss(tmp_path / "t")),
+        str(make_gpt_oss(tmp_path / "t", head_dim=64)),
         None,
         tmp_path / "b",
         engine="torch",
@@ -137,9 +139,12 @@ def test_a_layer_of_gpt_oss_launches_each_kernel_once(tmp_path: Path) -> None:
     )
     _, ours = _of_a_pass(bundle)
     layers = ours["attend"]
-    steps = "place_heads", "attend", "merge", "router", "gate_up", "down"
-    wanted = Counter(dict.fromkeys(steps, layers)) + Counter(add_norm=layers - 1, product=2 * layers + 1)
+    steps = "product_heads", "attend", "merge", "product", "router", "gate_up", "down"
+    wanted = Counter(dict.fromkeys(steps, layers)) + Counter(add_norm=layers - 1, product=1)
     assert ours == wanted + Counter(combine=1, best_token=1, accept_block=1)
+    _, longer = _of_a_pass(bundle, 65)
+    assert (longer["place_heads"], longer["product"]) == (layers, ours["product"] + layers)
+    assert "product_heads" not in longer
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
