@@ -3,8 +3,8 @@
     python -m build_scripts.first_gpu kernels            each kernel against its reference
     python -m build_scripts.first_gpu tiles              attention and experts with every tile shape: errors and times
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
-    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas] [--target fp8]
-        [--contexts] [--cache fp8]                       passes of a random pair against the bytes they read
+    python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas | --overlap | --apart]
+        [--target fp8] [--contexts] [--cache fp8]        passes of a random pair against the bytes they read, by kernel
 
 Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
 interpreter (TRITON_INTERPRET=1).
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from dflash_plugins import compiled
 from dflash_plugins import kernel_specs as uses
 from dflash_plugins import layers as ours
+from dflash_plugins import packed as products
 from dflash_plugins.launch import by_triton
 
 from build_scripts import harness
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     parser.add_argument("--cublas", action="store_true", help="torch's products in place of ours")
     parser.add_argument("--overlap", action="store_true", help="kernels start while the one before them ends")
+    parser.add_argument("--apart", action="store_true", help="heads are placed by a kernel of their own")
     parser.add_argument(
         "--target", default="bf16" if GPU else "fp32", help="precision of the target's weights"
     )
@@ -70,6 +72,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.cublas:
         packed.plain = lambda weight: weight
+    if args.apart:
+        products.joins_heads = lambda rows, weight, size: False
     compiled.OVERLAP = args.overlap
     device = torch.cuda.get_device_name() if GPU else "CPU"
     parts: dict[str, Callable[[], dict[str, Any]]] = {
@@ -286,7 +290,8 @@ def passes(
                 free, total = torch.cuda.mem_get_info()
                 megabytes["used"] = round((total - free) / 1e6, 1)
             _printed({"megabytes": megabytes})
-    return {"pair": pair, "target": precision, "layers": count, "weight_bytes": sizes,
+            found = _profile(inner)
+    return {"pair": pair, "target": precision, "layers": count, "weight_bytes": sizes, "profile": found,
             "opened_seconds": round(opened, 1), "passes": rows, "megabytes": megabytes,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
 
@@ -321,6 +326,34 @@ def _pass(name: str, pair: Any, run: Callable[..., Any], width: int) -> dict[str
         pair.arrays.wait = wait
     middle = [round(1e3 * sorted(times)[len(times) // 2], 3) for times in (taken, host)]
     return _printed({"pass": name, "ms": middle[0], "host ms": middle[1]})
+
+
+def _profile(pair: Pair) -> list[dict[str, Any]]:
+    """The kernels of a pass of one row, on a CPU torch's operators: how often each runs, its microseconds, and those in
+    which nothing runs before it.
+    """
+    passes, kind = 5, DEVICE.upper()
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profile:
+        for _ in range(passes):
+            pair.dummy_verify(1, 1)
+        pair.arrays.wait()
+    rows, end = dict[str, list[float]](), None
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if event.device_type.name == kind:
+            row, at = rows.setdefault(event.name[:60], [0, 0, 0]), event.time_range
+            row[0], row[1] = row[0] + 1 / passes, row[1] + (at.end - at.start) / passes
+            row[2] += max(0, at.start - (at.start if end is None else end)) / passes
+            end = max(at.end, end or 0)
+    most = sorted(rows, key=lambda name: -rows[name][1])
+    return [
+        _printed(
+            {
+                "kernel": name,
+                **{n: round(x, 1) for n, x in zip(("runs", "us", "gaps us"), rows[name], strict=True)},
+            }
+        )
+        for name in most[:24]
+    ]
 
 
 def _rounds(llm: LLM, length: int) -> dict[str, Any]:

