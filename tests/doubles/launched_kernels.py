@@ -111,7 +111,10 @@ def products() -> Iterator[Launched]:
         yield Launched(
             [packed.product_use(form, "fp16", 16, tile, biased=not form.experts) for tile in form.tiles], 24
         )
-        yield from (Launched([packed.widen_use(form, dtype, form.tiles[0])]) for dtype in ("bf16", "fp16"))
+        if not form.experts:
+            yield from (
+                Launched([packed.widen_use(form, dtype, form.tiles[0])]) for dtype in ("bf16", "fp16")
+            )
 
 
 def of_plans() -> Iterator[Launched]:

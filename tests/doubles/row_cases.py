@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,12 +118,14 @@ def between_passes(d: Drawn) -> Rows:
 
 
 def heads(d: Drawn) -> Rows:
-    """Attention over a cache, and what is beside it, of sequences of a few rows, or of many."""
-    size, group, keys, capacity = d.one_of(64, 128), d.one_of(1, 2, 4), d.one_of(1, 2), d.one_of(40, 300)
+    """Attention over a cache, and what is beside it, of sequences of a few rows, or of many. Caches may be regions of
+    one for all, whose rows move down with a window, and the rows of a sequence a tree.
+    """
+    size, group, keys, capacity = d.one_of(64, 128, 256), d.one_of(1, 2, 4), d.one_of(1, 2), d.one_of(40, 300)
     count, long = 1 + int(d.random.integers(4)), d.random.integers(8) == 0
     batch = d.rows = -(-d.rows // 8)
     if long:
-        group, keys, capacity, batch = 1, 1, 1 << 15, min(batch, 2)
+        size, group, keys, capacity, batch = 64, 1, 1, 1 << 15, min(batch, 2)
         d.rows = batch
     q_heads = group * keys
     x = d.real(batch, count, 64)
@@ -131,22 +134,31 @@ def heads(d: Drawn) -> Rows:
     caches = in_bytes(caches) if d.random.integers(3) == 0 else caches
     start = d.whole(capacity - count, batch)
     angles, norms = d.real(batch, count, size // 2), d.real(2, size)
-    window, sinks = d.one_of(10, capacity), d.one_of(None, d.real(q_heads))
+    window, sinks, windowed = d.one_of(10, capacity), d.one_of(None, d.real(q_heads)), d.one_of(True, False)
+    pooled, tree = d.one_of(True, False), d.one_of(True, False, False)
+    visible = (d.whole(2, batch, count, count) | torch.eye(count, dtype=torch.int64)).tril().int()
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         turns = {"cos": angles[rows].cos().flatten(0, 1), "sin": angles[rows].sin().flatten(0, 1)}
         inputs, placed = x[rows].flatten(0, 1), []
-        more = turns | {"q_norm": norms[0], "k_norm": norms[1], "start": start[rows]}
+        where = {"region": torch.arange(len(rows)) * capacity} if pooled else {}
+        more = turns | where | {"q_norm": norms[0], "k_norm": norms[1], "start": start[rows]}
         product = packed.product(inputs, weight, None, d.run)
         for run in (d.run, packed.by_product(inputs, weight, None, None, d.run)):
-            chosen = {"k_cache": caches[0, rows], "v_cache": caches[1, rows]}
+            own = caches[:, rows]
+            if pooled:  # [1, keys, rows of all sequences, numbers]
+                own = own.transpose(1, 2).flatten(2, 3).unsqueeze(1).contiguous()
+            chosen = {"k_cache": own[0], "v_cache": own[1]}
             q = layers.place_heads(product, count, size, q_heads, **more, **chosen, epsilon=1e-6, run=run)
             assert q is not None
             placed.append((q, *chosen.values()))
         assert all(map(torch.equal, *placed)), "a product places heads otherwise"
         last = start[rows][:, None] + torch.arange(count)
-        first = (last - window).clamp(min=0)
-        y = layers.attention(q, *chosen.values(), first, last, sinks=sinks, by_row=True, run=d.run)
+        first, options = (last - window).clamp(min=0), {"sinks": sinks, "windowed": windowed, "by_row": True}
+        options |= where | ({"most": capacity} if pooled else {})
+        if tree:
+            options |= {"start": start[rows], "visible": visible[rows]}
+        y = layers.attention(q, *chosen.values(), first, last, **options, run=d.run)
         # The same rows, each in a pass of its own.
         alone = [
             layers.attention(
@@ -154,14 +166,16 @@ def heads(d: Drawn) -> Rows:
                 *chosen.values(),
                 first[:, i : i + 1].contiguous(),
                 last[:, i : i + 1].contiguous(),
-                sinks=sinks,
-                by_row=True,
+                **options,
                 run=d.run,
             )
-            for i in range(count)
+            for i in range(0 if tree else 1 if long else count)
         ]
-        assert torch.equal(torch.cat(alone, 1), y), "attention depends on the rows of a sequence"
-        return q, *chosen.values(), y
+        for i, row in enumerate(alone):
+            assert torch.equal(row, y[:, i : i + 1]), "attention depends on the rows of a sequence"
+        if pooled:
+            own = own.view(2, keys, len(rows), capacity, -1).transpose(1, 2)
+        return q, *own, y
 
     return results
 
@@ -201,14 +215,20 @@ def mxfp4_experts(d: Drawn) -> Rows:
 
     layer = layers.PackedExperts(*matrix(2 * inner, hidden), *matrix(hidden, inner), k, 1.702, 1.0, 7.0)
     x, router = d.real(d.rows, hidden) / 8, d.real(d.rows, experts, dtype=torch.float32)
-    weight = d.real(hidden)
+    y, weight, counter = d.real(d.rows, hidden), d.real(hidden), torch.zeros(1, dtype=torch.int32)
+    routing = weight, 1e-6, d.real(experts, hidden, dtype=torch.float32), None
 
     def results(rows: Sequence[int]) -> Sequence[Tensor]:
         tile = uses.TILES[min(len(rows) * k // experts // 8, 2)]  # as many rows of an expert choose it
         parts = layers.moe(x[rows], router[rows], layer, tile, d.run, apart=True)
+        *sums, chosen = layers.norm_router(
+            *(x[rows], y[rows], *routing), counter=counter, k=k, arranged=True, run=d.run
+        )
         return (
             layers.moe(x[rows], router[rows], layer, tile, d.run),
             *layers.add_norm(x[rows], parts, weight, 1e-6, run=d.run),
+            *sums,
+            layers.moe(sums[1], chosen, layer, tile, d.run),
         )
 
     return results
@@ -219,12 +239,18 @@ def products(d: Drawn) -> Rows:
     form = d.one_of(
         *(packed.Packing(n, 1030, "plain") for n in (1, 72, 150)),
         packed.Packing(72, 1056, "int4", "bf16", group=32),
+        packed.Packing(72, 1056, "int4", "fp16", zeros=True),
+        packed.Packing(72, 1056, "int8", "fp32", group=32),
         packed.Packing(72, 1056, "e4m3", "bf16"),
+        packed.Packing(72, 1024, "e4m3", "fp32", group=128, group_rows=128),
         packed.Packing(72, 1056, "e2m1", "e4m3", group=16, second="times"),
+        packed.Packing(72, 1056, "e2m1", "e8m0", group=32),
         packed.Packing(40, 100, "plain", experts=4),
         packed.Packing(40, 96, "int4", "bf16", group=32, experts=4),
+        packed.Packing(40, 96, "e4m3", "fp32", group_rows=0, experts=4),
     )
-    weight, _ = random_weight(form, dtype=d.dtype)
+    stored, _ = random_weight(form, dtype=d.dtype)
+    weight = replace(stored, tile=d.one_of(*form.tiles))
     factor = d.one_of(None, d.real(d.rows, 1, dtype=torch.float32))
     x, bias = d.real(d.rows, form.inputs), d.one_of(None, d.real(form.outputs))
     logits = d.real(d.rows, max(form.experts, 1), dtype=torch.float32)

@@ -274,27 +274,31 @@ def test_parts_cover_a_cache_fill_a_gpu_and_fit_their_memory() -> None:
     sizes = np.bincount(ends)[1:].tolist()
     assert sizes[:-1] == [128] * 32 + [256] * 32 + [512]
     assert uses.AttentionSplits(1, 1, 1, 10**8, 64).parts == uses.ATTENTION_PARTS
+    alike = [uses.AttentionSplits(1, 1, 1, slots, 64, windowed=True).parts for slots in (128 * 200, 10**8)]
+    assert alike == [200, uses.ATTENTION_PARTS]
 
-    shapes = itertools.product(
-        ((8, 4), (2, 8), (1, 1)), ((1, 512), (8, 16), (16, 1)), ((64, 4096), (512, 40_000))
-    )
-    for (kv_heads, group), (most_batch, most_count), (size, capacity) in shapes:
+    heads, passes = ((8, 4), (2, 8), (1, 1)), ((1, 512), (8, 16), (16, 1))
+    shapes = itertools.product(heads, passes, ((64, 4096), (512, 40_000)), (False, True))
+    for (kv_heads, group), (most_batch, most_count), (size, capacity), windowed in shapes:
 
         def rows(
             batch: int,
             count: int,
             cache: tuple[int, ...] = (kv_heads, capacity, size),
             group: int = group,
+            *,
+            windowed: bool = windowed,
         ) -> tuple[int, int]:
             shapes = [(batch, cache[0] * group, count, cache[2]), (batch, *cache)]
-            given = ATTEND.sizes(shapes), ATTEND.given({"group": group, "windowed": 0})
+            given = ATTEND.sizes(shapes), ATTEND.given({"group": group, "windowed": int(windowed)})
             made = ATTEND.outputs(*given)
             numbers = sum(int(np.prod(shape)) for shape, _ in made.values())
-            assert 4 * numbers == uses.attention_bytes(batch, cache[0], group * count, cache[2], cache[1])
+            asked = batch, cache[0], group * count, cache[2], cache[1]
+            assert 4 * numbers == uses.attention_bytes(*asked, windowed=windowed)
             return int(made["partial"][0][0]), ATTEND.integers(*given)["splits"]
 
         most, _ = rows(most_batch, most_count)
-        whole = uses.AttentionSplits(1, 1, 1, capacity, size).parts
+        whole = uses.AttentionSplits(1, 1, 1, capacity, size, windowed=windowed).parts
         for batch in range(1, most_batch + 1):
             for count in {1, most_count // 2, most_count} - {0}:
                 declared, parts = rows(batch, count)
