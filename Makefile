@@ -42,7 +42,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
 help:
 	@echo 'make demo    SmolLM2 and the pair tiny answer with and without drafts, side by side'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
-	@echo 'make kernels compile the kernels with every version of Triton that is allowed'
+	@echo 'make kernels compile the kernels with every version of Triton that is allowed, and list their registers'
 	@echo 'make clients run the clients of OpenAI'"'"'s API against the server, each in an environment of its own'
 	@echo 'make lint    ruff, mypy, the direction of imports between the packages, the Dockerfile, compose and Kubernetes files'
 	@echo 'make docs    build the site into site/, run the commands of the pages from a wheel and compare what they print;'

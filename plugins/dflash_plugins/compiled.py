@@ -28,6 +28,8 @@ OVERLAP = False
 _WAIT = "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n"
 # CUlaunchAttribute of cuda.h: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
 _OVERLAPPING = ctypes.create_string_buffer(struct.pack("i4xi60x", 6, 1), 72)
+# CUfunction_attribute of cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_MOST_SHARED = 8
 _INTEGERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
@@ -107,15 +109,15 @@ class CudaDriver:
         return current.value
 
     def load(self, compiled: Compiled) -> ctypes.c_void_p:
-        """The kernel in the current context, translated for its GPU."""
-        if compiled.shared_bytes > SHARED_BYTES:
-            raise EngineError(
-                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
-            )
+        """The kernel in the current context, translated for its GPU, which may refuse the shared memory that it asks
+        for.
+        """
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         ptx = compiled.waiting if compiled.overlaps else compiled.ptx
         self.call("cuModuleLoadData", ctypes.byref(module), ptx.encode())
         self.call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
+        if compiled.shared_bytes > SHARED_BYTES:
+            self.call("cuFuncSetAttribute", function, _MOST_SHARED, compiled.shared_bytes)
         return function
 
     def launch(

@@ -1,4 +1,6 @@
-"""Kernels that start while the one before them ends: how the driver gets them, without a GPU."""
+"""How the driver gets kernels, without a GPU: those that start while the one before them ends, and those that ask for
+more shared memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dflash_plugins import compiled
+from dflash_plugins import compiled, packed
+from dflash_plugins.kernel_specs import gate
+
+from dflash_trt.engines.device import kernels
+from dflash_trt.errors import BuildError
 
 PTX = ".version 8.7\n.target sm_90a\n.visible .entry add(\n\t.param .u32 add_param_0\n)\n.reqntid 64\n{\n\tret;\n}\n"
 KERNEL = compiled.Compiled("add", PTX, 64, 1024, 8, 0, ("count",))
@@ -18,6 +24,7 @@ class Library:
 
     def __init__(self) -> None:
         self.images, self.launches = list[str](), list[tuple[Any, ...]]()
+        self.asked = list[tuple[int, ...]]()
 
     def cuModuleLoadData(self, module: Any, image: bytes) -> int:
         self.images.append(image.decode())
@@ -25,6 +32,10 @@ class Library:
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         function._obj.value = 5
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.asked.append((function.value, attribute, value))
         return 0
 
     def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
@@ -60,3 +71,26 @@ def test_a_kernel_waits_for_those_before_it(
     assert library.images[0].count(wait) == library.images[0].count("griddep") / 2 == waits
     sizes = [3, 2, 1, 64, 1, 1, 1024]
     assert library.launches == [(6, 1, sizes, 11, 5, 9, None) if waits else ("plain", sizes, 11)]
+
+
+def test_products_ask_for_the_shared_memory_that_every_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of TensorRT cannot, and the tiles of other kernels were chosen within what needs no question."""
+    library = Library()
+    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda name: library)
+    for size, asked in ((48 << 10, []), (49_168, [(5, 8, 49_168)])):
+        compiled.CudaDriver().load(replace(KERNEL, shared_bytes=size))
+        assert library.asked == asked
+    product = packed.product_use(
+        packed.Packing(64, 64, "plain"), "bf16", 64, packed.TILES[1][0], biased=False
+    )
+    monkeypatch.setattr(kernels, "target", lambda: 100)
+    ptx, size = PTX + "st.global", 49_168
+    monkeypatch.setattr(
+        kernels.compiler, "compile_kernel", lambda *_: replace(KERNEL, ptx=ptx, shared_bytes=size)
+    )
+    assert kernels.compile_here(product).shared_bytes == size
+    with pytest.raises(BuildError, match="49168 bytes of shared memory"):
+        kernels.compile_here(gate(64, "bf16"))
+    size = (96 << 10) + 1
+    with pytest.raises(BuildError, match="98305 bytes"):
+        kernels.compile_here(product)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from dflash_plugins import compiler
 from dflash_plugins.compiled import Compiled, Kernels
-from dflash_plugins.kernel_specs import ROUND_TARGET, SHARED_BYTES, TARGETS, Use
+from dflash_plugins.kernel_specs import ASKED_BYTES, ROUND_TARGET, SHARED_BYTES, TARGETS, Use
 
 from dflash_trt.errors import BuildError
 
@@ -32,7 +32,8 @@ def compiles_here() -> bool:
 def compile_here(use: Use) -> Compiled:
     """A kernel for this GPU. Raises BuildError if it cannot be made, or does not fit a launch."""
     kernel = compiler.compile_kernel(use, target() or ROUND_TARGET)
-    if not kernel.stores or kernel.shared_bytes > SHARED_BYTES:
+    most = ASKED_BYTES if use.constants.get("CODES") == "plain" else SHARED_BYTES
+    if not kernel.stores or kernel.shared_bytes > most:
         raise BuildError(
             f"{kernel.name} writes nothing, or takes {kernel.shared_bytes} bytes of shared memory"
         )
