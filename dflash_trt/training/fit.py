@@ -38,6 +38,7 @@ from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import hold_out, read_answers, summary
 from dflash_trt.training.evaluation import ALL, average, measure, read_history
+from dflash_trt.training.loop import same_as_before
 from dflash_trt.training.own_prompts import script, user_turn, write_own_prompts
 from dflash_trt.training.recipe import NEW_RATE, AnswerSampling, Design, Recipe
 from dflash_trt.training.regenerate import regenerate_with_bundle, target_bundle
@@ -70,14 +71,23 @@ class _Ended(Exception):
 
 @dataclass
 class State:
-    """What WORK/fit.json keeps. rates: measured tokens per second of each phase; notes: what was decided and why."""
+    """What WORK/fit.json keeps. rates: measured tokens per second of each phase; notes: what was decided and why.
 
+    seconds: what `done` was planned for. until: when answering ends, in seconds spent; 0 before it was decided.
+    """
+
+    seconds: float
+    target: str
+    prompts: str | None
+    start: str | None
     spent: float = 0.0
     done: list[str] = field(default_factory=list)
     checkpoint: str | None = None
     block_size: int | None = None
     draft_vocabulary: int | None = None
-    step_seconds: float = 1.0
+    step_seconds: float = 0.0
+    answer_seconds: float = 0.0  # of a token
+    until: float = 0.0
     steps: int | None = None
     dropped: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
@@ -130,7 +140,18 @@ class Fit:
         self.work = out.with_name(f"{out.name}.fit")
         self.work.mkdir(parents=True, exist_ok=True)
         self._file = self.work / "fit.json"
-        self.state = State(**read_object(self._file)) if self._file.exists() else State()
+        asked = {
+            "target": str(target.resolve()),
+            "prompts": prompts and str(prompts.resolve()),
+            "start": start and str(start.resolve()),
+        }
+        before = read_object(self._file) if self._file.exists() else {}
+        same_as_before(self._file, before | asked)
+        self.state = State(**{"seconds": seconds, **asked, **before})
+        if seconds > self.state.seconds:  # more answers and steps, for the drafter that was chosen
+            self.state.done = [name for name in self.state.done if name == "choose"]
+        if seconds != self.state.seconds:
+            self.state.seconds, self.state.until, self.state.steps = seconds, 0.0, None
         self._began, self._before = time.monotonic(), self.state.spent
         self.answers, self.run_folder = self.work / "answers.jsonl", self.work / "run"
 
@@ -145,7 +166,7 @@ class Fit:
                 if name not in self.state.done:
                     phase()
                     self.state.done.append(name)
-                self._save()
+                    self._save()
             return self._finish()
         finally:
             self._save()
@@ -169,17 +190,23 @@ class Fit:
         positions = min(config.max_position_embeddings, _POSITIONS)
         bundle = target_bundle(self.target, self.work / "target", positions)
         sampling = AnswerSampling(max_tokens=min(_ANSWER, positions // 2), temperatures=(0.0, 0.7, 1.0))
-        self._say("how fast it answers")
-        began = self.spent
-        probe = self.spent + _PROBE * self.seconds
-        self._answers(bundle, sampling, 4 * _BATCH, probe)
-        answered = summary(read_answers(self.answers))
-        speed = answered["answer_tokens"] / max(self.spent - began, 1e-9)
-        until = self.spent + self._time_for_answers(speed)
-        room = max(1.0, until - self.spent) * speed
+        state, began, before = self.state, self.spent, self._answered()
+        if not state.answer_seconds:
+            self._say("how fast it answers")
+            self._answers(bundle, sampling, before["answers"] + 4 * _BATCH, began + _PROBE * self.seconds)
+            new = self._answered()["answer_tokens"] - before["answer_tokens"]
+            state.answer_seconds = (self.spent - began) / max(new, 1)
+        state.until = state.until or self.spent + self._time_for_answers()
+        answered = self._answered()
+        room = max(1.0, state.until - self.spent) / state.answer_seconds
         count = answered["answers"] + int(room * answered["answers"] / answered["answer_tokens"])
-        self._answers(bundle, sampling, count, until)
-        self._describe_answers(self.spent - began)
+        self._answers(bundle, sampling, count, state.until)
+        new = self._answered()["answer_tokens"] - before["answer_tokens"]
+        state.rates["answers"] = round(new / max(self.spent - began, 1e-9), 1)
+        self._describe_answers()
+
+    def _answered(self) -> dict[str, Any]:
+        return summary(read_answers(self.answers) if self.answers.exists() else [])
 
     def _answers(self, bundle: Path, sampling: AnswerSampling, count: int, until: float) -> None:
         """Answers to `count` prompts, or as many as there are or the time allows; a few in any case."""
@@ -187,7 +214,7 @@ class Fit:
         def stopped() -> bool:
             return self.spent > until and self._finished >= 2 * _BATCH
 
-        self._finished = len(read_answers(self.answers)) if self.answers.exists() else 0
+        self._finished = self._answered()["answers"]
         file = self.prompts or self.work / "prompts.jsonl"
         if self.prompts is None:
             begin, share = self.spent, _PROMPTS * (until - self.spent)
@@ -217,33 +244,30 @@ class Fit:
                     raise
                 self._requests //= 2
 
-    def _time_for_answers(self, speed: float) -> float:
+    def _time_for_answers(self) -> float:
         """Seconds for answers, which leave what `_EPOCHS` over them take; measured by a few steps."""
-        self._say("how fast it trains")
         times: list[float] = []
 
         def report(line: dict[str, Any]) -> None:
             times.append(time.monotonic())
             self._say(f"trial step {line['step']}")
 
-        recipe = self._recipe(_PROBE_STEPS)
-        run(
-            *(self.target, self.name, self.answers, self.work / "probe", self._design(2), recipe),
-            evaluate_every=None,
-            report=report,
-        )
-        answers = read_answers(self.answers)
-        tokens = _BATCH * sum(len(a.answer_ids) for a in answers) / len(answers)
-        step = median(b - a for a, b in pairwise(times))
-        self.state.step_seconds = step
-        training, answering = _EPOCHS * step / tokens, 1 / speed
+        if not self.state.step_seconds:
+            self._say("how fast it trains")
+            probe = self.work / "probe"
+            shutil.rmtree(probe, ignore_errors=True)  # of a call that was interrupted there
+            task = self.target, self.name, self.answers, probe, self._design(2), self._recipe(_PROBE_STEPS)
+            run(*task, evaluate_every=None, report=report)
+            self.state.step_seconds = median(b - a for a, b in pairwise(times))
+        answered = self._answered()
+        tokens = _BATCH * answered["answer_tokens"] / answered["answers"]
+        training, answering = _EPOCHS * self.state.step_seconds / tokens, self.state.answer_seconds
         usable = self.seconds * (1 - _TRIALS - _END) - self.spent
         return max(0.0, usable) * answering / (answering + training)
 
-    def _describe_answers(self, seconds: float) -> None:
+    def _describe_answers(self) -> None:
         answers = read_answers(self.answers)
         counts = summary(answers)
-        self.state.rates["answers"] = round(counts["answer_tokens"] / max(seconds, 1e-9), 1)
         asked, answered = (
             median(map(len, ids))
             for ids in zip(*((a.prompt_ids, a.answer_ids) for a in answers), strict=True)
@@ -364,7 +388,9 @@ class Fit:
         answers = read_answers(self.answers)
         epochs = _EPOCHS * len(answers) // _BATCH
         left = (1 - _END) * self.seconds - self.spent
-        state.steps = state.steps or max(1, min(epochs, int(left / self.state.step_seconds)))
+        file = self.run_folder / "state" / "state.json"
+        trained = read_object(file)["step"] if file.exists() else 0
+        state.steps = state.steps or max(1, min(epochs, trained + int(left / state.step_seconds)))
         begun, seen = self.spent, 0
 
         def report(line: dict[str, Any]) -> None:

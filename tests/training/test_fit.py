@@ -48,9 +48,12 @@ def worse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted(
     worse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first call sees a GPU with memory for 32 requests."""
+    """The first call sees a GPU with memory for 32 requests, and ends while it answers. The second ends when the
+    answers are there, which the third takes as they are. The last has more time.
+    """
     out = tmp_path / "mine"
     together: list[int] = []
+    said: list[str] = []
 
     def lacking(*arguments: Any, concurrency: int, **options: Any) -> Any:
         together.append(concurrency)
@@ -58,27 +61,43 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
             raise DFlashError("no memory is left")
         return write_own_prompts(*arguments, concurrency=concurrency, **options)
 
-    def stopping(share: float, text: str) -> None:
-        if text == "what rounds take":
-            raise KeyboardInterrupt
+    def call(seconds: float, until: str = "never") -> Any:
+        """Of `fit`, which is interrupted when it says this after it has trained a little."""
+        said.clear()
+
+        def report(share: float, text: str) -> None:
+            said.append(text)
+            if text.startswith(until) and (until != "answer" or "trial step 8" in said):
+                raise KeyboardInterrupt
+
+        return fit(TARGET, "tiny", out, seconds, start=worse, threads=2, report=report)
 
     with monkeypatch.context() as gpu:
         gpu.setattr("dflash_trt.training.fit.compute_capabilities", lambda: [90])
         gpu.setattr("dflash_trt.training.fit.write_own_prompts", lacking)
         with pytest.raises(KeyboardInterrupt):
-            fit(TARGET, "tiny", out, 20.0, start=worse, threads=2, report=stopping)
+            call(3600.0, "answer")
     assert together[:4] == [256, 128, 64, 32]
     assert set(together[4:]) <= {32}
     work = tmp_path / "mine.fit"
+    state, answers = json.loads((work / "fit.json").read_text()), read_answers(work / "answers.jsonl")
+    seconds = state["spent"] + 12
+    with pytest.raises(KeyboardInterrupt):
+        call(seconds, "what rounds take")
+    assert not any(text.startswith(("how fast", "trial")) for text in said)
+    assert read_answers(work / "answers.jsonl")[: len(answers)] == answers
     answers = read_answers(work / "answers.jsonl")
-    spent = json.loads((work / "fit.json").read_text())["spent"]
-    assert not out.exists()
-
-    said: list[str] = []
-    tell = lambda share, text: said.append(text)  # noqa: E731
-    outcome = fit(TARGET, "tiny", out, spent + 20.0, start=worse, threads=2, report=tell)
+    with pytest.raises(KeyboardInterrupt):
+        call(seconds, "what rounds take")
     assert not any(text.startswith(("prompt", "answer")) for text in said)
     assert read_answers(work / "answers.jsonl") == answers
+    with pytest.raises(DFlashError, match=r"start is .* but now None"):
+        fit(TARGET, "tiny", out, seconds)
+    assert not out.exists()
+
+    outcome = call(1.3 * json.loads((work / "fit.json").read_text())["spent"] + 15)
+    assert len(read_answers(work / "answers.jsonl")) > len(answers)
+    assert read_answers(work / "answers.jsonl")[: len(answers)] == answers
     lengths = [average(figures) for figures in read_history(work / "run" / "evaluation.jsonl").values()]
     assert max(lengths[1:]) > lengths[0]
     assert outcome.rows[-1].category == "all"
