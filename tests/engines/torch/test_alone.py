@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dflash_plugins.kernel_specs import Use
 from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM
@@ -40,7 +41,13 @@ def test_a_row_is_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     asked: dict[str, Any] = {"engine": "torch", "precision": both, "max_seq_len": 64}
     asked["options"] = TorchOptions(cache="fp8" if "fp8" in name else None)
     bundle = build(str(target), str(drafter), tmp_path / "b", **asked)
-    product, interpreted = F.linear, kernels.LayerKernels(by_triton)
+    product, launched = F.linear, list[Use]()
+
+    def run(use: Use, *grid: Any, **arguments: Any) -> None:
+        launched.append(use)
+        by_triton(use, *grid, **arguments)
+
+    interpreted = kernels.LayerKernels(run)
 
     def by_rows(x: Any, *others: Any) -> Any:
         """As cuBLAS may choose a kernel by the number of rows, but far worse."""
@@ -52,7 +59,18 @@ def test_a_row_is_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokens = np.random.default_rng(0).integers(VOCAB, size=(2, 2)).tolist()
     with LLM(bundle.path, max_batch_size=2, threads=1) as llm:
         pair = llm.runtime.pair
+        launched.clear()
         alone = [pair.logits([[token]], [start])[0, 0] for start, token in enumerate(tokens[0])]
+        of_one = _sums(launched)
         pair.clear(0)
         assert np.array_equal(pair.logits(tokens, [0, 0])[0], alone)
+    assert _sums(launched) == of_one, "a pass of several rows has other tiles"
     assert not interpreted.missing
+
+
+def _sums(launched: list[Use]) -> set[tuple[str, str]]:
+    """What the order of sums depends on: all sizes of kernels but the rows of a program, which may be as many as the
+    pass has. Small layers have the same sums with other tiles.
+    """
+    kept = [{n: size for n, size in use.constants.items() if n != "TOKENS"} for use in launched]
+    return {(use.function, str(sizes)) for use, sizes in zip(launched, kept, strict=True)}
