@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.engines.torch.layers import in_bytes
-from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
+from tests.doubles import triton_interpreter
 from tests.doubles.packed_weights import random_weight
 
 Random = np.random.Generator
@@ -33,11 +33,11 @@ class Drawn:
 
     def __init__(self, random: Random, rows: int) -> None:
         self.random, self.rows, self.dtype = random, rows, TYPES[random.integers(2)]
-        self.launched, self.compared = set[str](), 0
+        self.launched, self.compared, self.unrounded = set[str](), 0, triton_interpreter.Unrounded()
 
-    def run(self, use: uses.Use, *tensors: Any, **arguments: Any) -> None:
+    def run(self, use: uses.Use, *grid: Any, **arguments: Any) -> None:
         self.launched.add(use.function)
-        launch.by_triton(use, *tensors, **arguments)
+        self.unrounded(use, *grid, **arguments)
 
     def one_of(self, *choices: Any) -> Any:
         return choices[self.random.integers(len(choices))]
@@ -299,9 +299,14 @@ def check(case: Callable[[Drawn], Rows], seed: int, most: int = 64) -> Drawn:
     results, count = case(d), d.rows
     every, other = (random.permutation(count).tolist() for _ in range(2))
     parts = [other[:1], *filter(None, (other[: -(-count // 2)], other[-(-count // 2) :]))]
-    whole = results(every)
+
+    def found(rows: Sequence[int]) -> list[Tensor]:
+        d.unrounded.kept.clear()
+        return [*results(rows), *(sums.reshape(len(rows), -1) for sums in d.unrounded.kept)]
+
+    whole = found(every)
     for rows in parts:
-        for i, part in enumerate(results(rows)):
+        for i, part in enumerate(found(rows)):
             for place, row in enumerate(rows):
                 same = _bits(part[place]) == _bits(whole[i][every.index(row)])
                 assert same, f"{case.__name__}, seed {seed}, result {i}, row {row}"

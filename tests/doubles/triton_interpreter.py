@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+from dflash_plugins.kernel_specs import Use
+from dflash_plugins.launch import by_triton
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -137,3 +140,26 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+class Unrounded:
+    """Launches kernels, and keeps in float32 the sums that they round to 16 bits, which hides most other orders."""
+
+    def __init__(self) -> None:
+        self.kept = list[torch.Tensor]()
+
+    def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
+        if use.function not in ("product", "merge", "combine"):
+            by_triton(use, grid, **arguments)
+            return
+        y = arguments["y"]
+        self.kept.append(torch.empty_like(y, dtype=torch.float32))
+        by_triton(use, grid, **arguments | {"y": self.kept[-1]})
+        y.copy_(self.kept[-1])
+
+
+def unrounded(function: Callable[..., Any], *given: Any, **options: Any) -> torch.Tensor:
+    """What a launch gives, before it is rounded."""
+    run = Unrounded()
+    function(*given, **options, run=run)
+    return torch.cat(run.kept)

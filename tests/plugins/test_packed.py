@@ -5,19 +5,20 @@ tables of numbers.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
-from dflash_plugins import launch, packed
+from dflash_plugins import packed
 
 from dflash_trt.engines.torch.layers import grouped_product
 from dflash_trt.engines.torch.packed import _has_nan as has_nan
 from dflash_trt.engines.torch.packed import widened
 from dflash_trt.formats import numbers
-from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 from tests.doubles.packed_weights import random_weight, rows_product
+from tests.doubles.triton_interpreter import unrounded
 
 FORMS = [
     packed.Packing(80, 1184, "int4", "bf16", group=32),
@@ -57,13 +58,14 @@ def test_a_row_is_the_same_in_passes_of_any_length(
     assert packed.splits_of(form, stored.tile)[0] == 2
     if form.codes != "plain":
         assert torch.equal(packed.widen(stored, dtype), wide.to(dtype))
-    longest = packed.product(x, stored, bias)
+    product = partial(unrounded, packed.product)
+    longest = product(x, stored, bias)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
     for rows in (1, 17):
-        assert torch.equal(packed.product(x[:rows].contiguous(), stored, bias), longest[:rows])
+        assert torch.equal(product(x[:rows].contiguous(), stored, bias), longest[:rows])
     monkeypatch.setattr(packed, "MOST_ROWS", 128)
-    assert torch.equal(packed.product(x.repeat(3, 1)[:150], stored, bias), longest.repeat(3, 1)[:150])
+    assert torch.equal(product(x.repeat(3, 1)[:150], stored, bias), longest.repeat(3, 1)[:150])
     assert stored.counters is not None
     assert not stored.counters.any()
 
@@ -79,11 +81,11 @@ def test_a_row_is_multiplied_by_its_expert_alone(form: packed.Packing, dtype: to
     logits = torch.from_numpy(random.random((161, form.experts))).float()
     logits[:, 3], logits[::2, 4] = -1, 2
     exact = grouped_product({}, x.double(), wide.to(dtype).double(), logits.argmax(1))
-    longest = rows_product(x, stored, logits, launch.by_triton)
+    longest = unrounded(rows_product, x, stored, logits)
     error = (longest.double() - exact).abs().max() / exact.abs().max()
     assert error <= (2**-8 if dtype == torch.bfloat16 else 2**-10)
     for part in (slice(5, 6), slice(5, 12), slice(40, 110)):
-        alone = rows_product(x[part].contiguous(), stored, logits[part].contiguous(), launch.by_triton)
+        alone = unrounded(rows_product, x[part].contiguous(), stored, logits[part].contiguous())
         assert torch.equal(alone, longest[part])
     for expert in range(form.experts if form.codes != "plain" else 0):
         assert torch.equal(packed.widen(stored.one(expert), dtype), wide[expert].to(dtype))
