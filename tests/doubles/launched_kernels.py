@@ -22,6 +22,7 @@ from dflash_plugins.compiled import Compiled
 from dflash_plugins.kernel_specs import Use
 from dflash_plugins.kernel_table import KERNELS
 
+from dflash_trt.engines.device.kernels import unfit
 from dflash_trt.errors import BuildError
 from tests.doubles.plugin_targets import CASES
 from tests.plugins.test_packed import FORMS, STACKS
@@ -100,7 +101,7 @@ def products() -> Iterator[Launched]:
     ]
     for form in forms:
         # In prompts, experts' products spill more.
-        many, scaled = 228 if form.experts else 24, form.codes in ("e4m3", "e2m1")
+        many, scaled = 96 if form.experts else 32, form.codes in ("e4m3", "e2m1")
         yield Launched(
             [
                 packed.product_use(form, "bf16", PROMPTS, tile, biased=False, scaled=scaled)
@@ -146,23 +147,17 @@ def compiled(wanted: Launched, target: int) -> Iterator[tuple[Use, Compiled]]:
         if wanted.once:
             registers, spills = compiler.resources(kernel.ptx, target)
             kernel = replace(kernel, registers=registers, spill_bytes=spills)
-        fits = held(use, kernel)
+        fits = unfit(use, kernel) is None
         if fits or use is wanted.uses[-1]:
             yield use, kernel
         if fits and not wanted.timed:
             return
 
 
-def held(use: Use, kernel: Compiled) -> bool:
-    """Whether a launch can hold a kernel."""
-    most = uses.ASKED_BYTES if use.constants.get("CODES") == "plain" else uses.SHARED_BYTES
-    return kernel.stores and kernel.shared_bytes <= most
-
-
 def problem(wanted: Launched, use: Use, kernel: Compiled, target: int) -> str:
     """What is wrong with a kernel, or nothing."""
-    if not held(use, kernel):
-        return "no launch can hold it"
+    if (reason := unfit(use, kernel)) is not None:
+        return reason
     if kernel.spill_bytes > wanted.spills:
         return f"it spills {kernel.spill_bytes} bytes, {wanted.spills} are allowed"
     if {*kernel.parameters} != {*use.types}:

@@ -1,5 +1,5 @@
 """How the driver gets kernels, without a GPU: those that start while the one before them ends, and those that ask for
-more shared memory.
+more shared memory or spill registers.
 """
 
 from __future__ import annotations
@@ -94,3 +94,12 @@ def test_products_ask_for_the_shared_memory_that_every_gpu_has(monkeypatch: pyte
     size = (96 << 10) + 1
     with pytest.raises(BuildError, match="98305 bytes"):
         kernels.compile_here(product)
+
+
+def test_a_product_that_spills_is_left_to_a_smaller_tile() -> None:
+    form = packed.Packing(256, 256, "int4", "bf16", group=32)
+    large, small = (packed.product_use(form, "bf16", 64, tile, biased=False) for tile in form.tiles[:2])
+    spilled = replace(KERNEL, ptx=PTX + "st.global", spill_bytes=112)
+    assert "spills 112 bytes" in str(kernels.unfit(large, spilled))
+    assert kernels.unfit(small, spilled) is None
+    assert kernels.unfit(large, replace(spilled, spill_bytes=24)) is None
