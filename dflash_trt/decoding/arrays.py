@@ -32,18 +32,31 @@ class Runner(Protocol):
 
 class Following(Protocol):
     """Starts a round before the host has the result of the one before it, from what the device has of that result. It
-    has the same requests and as many nodes, in chains.
+    has as many nodes, in chains, and the same requests in their slots, others that have read their prompts since, and
+    `NOBODY` where one has ended.
 
     Rows of windows lie where the round before needed them, and move once the host knows where this one began.
     """
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
         """Whether a round may follow the one that was started last, over so many nodes of these requests: the device
-        decides alone, and caches have room for it.
+        decides alone, and caches have room for it. Not where it would take fewer slots if requests moved.
         """
 
-    def prepare(self, nodes: int) -> None:
-        """Make the inputs of its passes."""
+    def prepare(
+        self,
+        active: Sequence[Request],
+        begun: Draft,
+        texts: Mapping[int, Sequence[int]],
+        unread: Sequence[int],
+    ) -> Sequence[int]:
+        """Make the inputs of its passes.
+
+        begun: the draft of the round before, of N nodes. texts: by slot, 2N - 1 tokens that may come after its anchors.
+        Where the new anchor is the one of these in its place, those after it are drafted.
+        unread: by slot, the features that wait for the drafter, of a request that was not in the round before. Returns
+        the slots of those.
+        """
 
     def run_again(self, runner: Any) -> Mapping[str, Any]:
         """Run the last round's pass of a runner again, over these inputs."""

@@ -7,7 +7,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from dflash_trt.decoding.arrays import Arrays, Following, Runner
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.request import NOBODY, Request
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
@@ -135,18 +135,27 @@ class Drafter:
                 draft = self._pass(arrays.blocks(anchors, width, self.mask_token_id), committed)
         return draft if draft is not None and length > 1 else arrays.alone(anchors, self.unread[:n])
 
-    def can_follow(self, count: int, length: int) -> bool:
+    def can_follow(self, active: Sequence[Request], length: int) -> bool:
         """Whether `follow` can come after a draft of this length whose features are not counted yet: in a round without
         a pass, there must be room for them and for its own.
         """
-        return length > 1 or max(self.unread[:count]) + 2 <= self.arrays.most_unread
+        waiting = [self.unread[slot] for slot, request in enumerate(active) if request is not NOBODY]
+        return length > 1 or max(waiting) + 2 <= self.arrays.most_unread
 
-    def follow(self, following: Following, length: int) -> Draft:
+    def follow(
+        self,
+        following: Following,
+        active: Sequence[Request],
+        begun: Draft,
+        texts: Mapping[int, Sequence[int]],
+    ) -> Draft:
         """The draft of a round that follows one of as many nodes: its pass, if any, reads what that round commits."""
         self.passes, self.most_read = [], 0
-        following.prepare(length)
-        if length == 1:
+        new = following.prepare(active, begun, texts, self.unread)
+        if begun.nodes == 1:
             return following.anchors()
+        for slot in new:
+            self.most_read = max(self.most_read, self.settle(slot))
         begin = self.arrays.now()
         out = following.run_again(self.runner)
         self.passes.append((begin, self.arrays.now()))

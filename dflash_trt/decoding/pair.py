@@ -8,7 +8,7 @@ multiplies them by 0, so they must be finite: NaN x 0 is NaN. Caches start as ze
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -188,17 +188,19 @@ class Pair:
         following = self.arrays.following
         return (
             following is not None
-            and self.drafter.can_follow(len(active), nodes)
+            and self.drafter.can_follow(active, nodes)
             and following.possible(active, nodes)
         )
 
-    def follow(self, active: Sequence[Request], nodes: int) -> tuple[Draft, Any]:
-        """Start a round of as many nodes before the result of the last one is known: its draft, and what `verified`
-        needs. `settle` must follow each commit of the last one.
+    def follow(
+        self, active: Sequence[Request], begun: Draft, texts: Mapping[int, Sequence[int]]
+    ) -> tuple[Draft, Any]:
+        """Start a round after that of a draft, before its result is known: the new draft, and what `verified` needs.
+        `settle` must follow each commit of the last one. `Following` documents the arguments.
         """
         following = self.arrays.following
         assert following is not None
-        draft = self.drafter.follow(following, nodes)
+        draft = self.drafter.follow(following, active, begun, texts)
         return draft, self._start(active, draft, lambda: following.run_again(self.target))
 
     def settle(self, slot: int, committed: int, *, drafts: bool) -> int:

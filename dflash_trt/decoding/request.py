@@ -60,6 +60,11 @@ class Request:
         self.structured = self.history is not None and self.history.structure is not None
 
     @property
+    def ended(self) -> bool:
+        """Whether it has got all its tokens, or failed, or left."""
+        return self.stop.finish_reason is not None
+
+    @property
     def text(self) -> Sequence[int]:
         """What its slot holds as a round begins: the prompt, and the answer without the anchor."""
         return [*self.prompt, *self.output[:-1]] if self.output else self.prompt
@@ -93,6 +98,17 @@ class Request:
     def most_nodes(self, nodes: int) -> int:
         """How many of so many nodes, including the anchor, it takes at most."""
         return min(self.block_length or nodes, nodes) if self.takes_drafts else 1
+
+
+def _nobody() -> Request:
+    nothing: Any = None
+    stop = StopChecker(SamplingParams(), (), nothing)
+    stop.finish_reason = "cancelled"
+    return Request((), SamplingParams(), 0, stop, None, 0.0, RequestOptions(speculate=False))
+
+
+# Stands in a round for a slot without a request between others. It takes no drafts.
+NOBODY = _nobody()
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ their next round. A round drafts a block for every active request, verifies it a
 
 Where passes run beside the host, a step ends with the start of the next round, so that a GPU need not wait while the
 results are taken. And where nothing needs the host between two rounds, the next one is started before the results of
-this one are read. It is a round too many for requests that end with this one: nothing of it is committed to them.
+this one are read. It is a round too many for requests that end with this one: nothing of it is committed to them. The
+round after leaves them out, and has those that have read their prompts meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dflash_trt.decoding.length.policy import Lengths, RoundDone
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import RequestOptions, SamplingParams
-from dflash_trt.decoding.request import Emission, Queue, Request
+from dflash_trt.decoding.request import NOBODY, Emission, Queue, Request
 from dflash_trt.decoding.slots import Reuse, Slots
 from dflash_trt.errors import DecodingError
 
@@ -34,10 +35,12 @@ Array = np.ndarray[Any, Any]
 class _Launched:
     """A round whose passes were started.
 
-    begin: a time of perf_counter. seconds: those of its passes, once it has ended.
+    begin: a time of perf_counter. active: its requests by slot, and `NOBODY`.
+    seconds: those of its passes, once it has ended.
     read: the most features of a request that the drafter read.
     planned: whether `Lengths` was asked about it. steady: whether it is as `Lengths` wants it, and as long as the round
     before. lost: the slots whose rows it wrote after others than those that were committed.
+    texts: by slot, what may come after its anchors, for drafts of the round after it.
     """
 
     begin: float
@@ -50,13 +53,15 @@ class _Launched:
     planned: bool = True
     steady: bool = False
     lost: set[int] = field(default_factory=set)
+    texts: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Scheduler:
     """Requests enter by `submit`, and `step` returns their results. `DecodingLoop` documents the methods.
 
-    In a round the n active requests have the slots 0 .. n-1, in order. Between rounds, ended requests may leave gaps.
-    The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps.
+    In a round that follows no other one, the n active requests have the slots 0 .. n-1, in order. Ended requests leave
+    gaps. The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps, but not while a
+    round runs.
     """
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, prompt_delay: float = 0.0) -> None:
@@ -71,6 +76,8 @@ class Scheduler:
         self._full = False  # the next request waits for memory
         # The round that the next step ends, or why there is none.
         self._begun: _Launched | Exception | None = None
+        self._beside: _Launched | None = None  # the round that runs while prompts are read
+        self._apart = False  # the next prompt waits for active requests to move together
         self._nodes = 0  # of the last draft
         self._decided_at = 0.0
 
@@ -121,7 +128,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
-        begun, self._begun = self._begun, None
+        begun, self._begun, self._beside = self._begun, None, None
         if self.cut_short:
             self.waiting, self.active, self.filling, self._full = Queue(), [], [], False
             self.forget()
@@ -135,7 +142,7 @@ class Scheduler:
             if isinstance(begun, _Launched):
                 verified = self.pair.verified(begun.active, begun.draft, begun.outputs)
                 for slot, request in enumerate(begun.active):
-                    self._leave_out(request, slot, verified)
+                    self._leave_out(request, slot, verified, set())
         self.cut_short = False
 
     def close(self) -> None:
@@ -183,7 +190,9 @@ class Scheduler:
                 after = _attempt(lambda: self._follow(begun))
                 emissions += self._decide(begun, lengths, None if isinstance(after, Exception) else after)
         if not isinstance(after, Exception):
-            yield from self._read_prompts(emissions, after)
+            self._beside = after
+            yield from self._read_prompts(emissions)
+            self._beside = None
         if after is None:
             self._keep_room()
             after = _attempt(lambda: self._launch(lengths, emissions))
@@ -195,6 +204,7 @@ class Scheduler:
         """Draft for every active request, and start the target's pass over the drafts. Where memory for it is missing,
         the newest request ends.
         """
+        self._apart = False
         while self.active:
             self._close_up()
             begin, active = perf_counter(), list(self.active)
@@ -205,11 +215,13 @@ class Scheduler:
             except MemoryError as error:
                 work = f"a round of {len(active)} requests"
                 emissions.append(self._end(self._newest, work, error, "max_batch_size"))
+                self.pair.arrays.wait()
                 continue
             steady, self._nodes = proposed.nodes == self._nodes, proposed.nodes
-            steady = steady and draft is proposed and not draft.copied
+            steady = steady and draft is proposed
             read = self.pair.drafter.most_read
-            return _Launched(begin, active, proposed, draft, outputs, seconds, read, steady=steady)
+            launched = _Launched(begin, active, proposed, draft, outputs, seconds, read, steady=steady)
+            return self._look_up(launched, draft)
         return None
 
     def _end(self, request: Request, work: str, error: MemoryError, less: str) -> Emission:
@@ -221,31 +233,34 @@ class Scheduler:
         return emission
 
     def _follow(self, begun: _Launched) -> _Launched | None:
-        """Start the round after one that has not ended, of the same requests and length, if nothing needs the host
-        before.
-        """
-        active, draft = begun.active, begun.draft
-        waits = self.waiting and not self._full and len(active) < self.max_batch_size
-        if self.filling:  # unless it is read to its end now, it can go on between these rounds
-            waits = any(self._chunk_end(r, self.pair.prefill_chunk) == len(r.text) for r in self.filling)
-        goes_on = any(r.stop.remaining > draft.length_of(slot, r) for slot, r in enumerate(active))
-        if (
-            waits
-            or not (begun.steady and goes_on and active == self.active)
-            or any(r.in_doubt for r in active)
-        ):
+        """Start the round after one that has not ended, of the same length, if nothing needs the host before."""
+        draft, active = begun.draft, [NOBODY] * (1 + max([r.slot for r in self.active], default=-1))
+        for request in self.active:
+            active[request.slot] = request
+        before = begun.active + [NOBODY] * len(active)
+        goes_on = any(
+            r is not before[slot] or r.stop.remaining > draft.length_of(slot, r)
+            for slot, r in enumerate(active)
+            if r is not NOBODY
+        )
+        if self._apart or not (begun.steady and goes_on) or any(r.in_doubt for r in active):
             return None
         if not self.pair.can_follow(active, draft.nodes):
             return None
-        if self.pair.scarce and not all(self._fits(r, r.committed + 2 * draft.nodes) for r in active):
+        if self.pair.scarce and not all(self._fits(r, r.committed + 2 * draft.nodes) for r in self.active):
             return None
         begin = perf_counter()
+        texts = {
+            slot: text
+            for slot, text in begun.texts.items()
+            if active[slot : slot + 1] == before[slot : slot + 1]
+        }
         try:
             with self.pair.arrays.stream():
-                draft, outputs = self.pair.follow(active, draft.nodes)
+                draft, outputs = self.pair.follow(active, draft, texts)
         except MemoryError:  # also for a round of its own, perhaps
             return None
-        draft.lengths.update(begun.draft.lengths)
+        draft.lengths |= {slot: 1 for slot, r in enumerate(active) if r.takes_drafts and not r.takes_drafter}
         return _Launched(begin, active, draft, draft, outputs, self.pair.clock(), planned=False)
 
     def _decide(
@@ -256,10 +271,14 @@ class Scheduler:
         verified = self.pair.verified(active, draft, launched.outputs)
         verdicts, emissions = dict[int, Verdict](), list[Emission]()
         for slot, request in enumerate(active):
-            if slot in launched.lost or request.stop.finish_reason is not None:
-                self._leave_out(request, slot, verified)
+            if slot in launched.lost or request.ended:
+                self._leave_out(request, slot, verified, set() if after is None else after.lost)
                 continue
             verdicts[slot], emission = self._commit(request, draft, verified, after)
+            text, count = launched.texts.get(slot), len(verdicts[slot].path)
+            if text and after is not None and text[count] == request.anchor:  # as the device found
+                after.draft.copied[slot] = set(range(1, draft.nodes))
+                after.draft.lengths.pop(slot, None)
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
         live = [active[slot] for slot in verdicts]
@@ -269,7 +288,7 @@ class Scheduler:
         draft_time, verify_time = launched.seconds()
         begin, self._decided_at = max(launched.begin, self._decided_at), perf_counter()
         host_time = max(self._decided_at - begin - draft_time - verify_time, 0.0)
-        ended = sum(request.stop.finish_reason is not None for request in live)
+        ended = sum(request.ended for request in live)
         times = draft_time, verify_time, host_time
         if launched.planned:
             lengths.observe(
@@ -279,26 +298,36 @@ class Scheduler:
             request.statistics.draft_time += draft_time
             request.statistics.verify_time += verify_time
             request.statistics.host_time += host_time
-        if after is not None and len(live) == len(active) and not ended and not after.lost:
+        if after is not None and not after.lost:
             self._plan(after, lengths)
         return emissions
 
     def _plan(self, after: _Launched, lengths: Lengths) -> None:
         """Ask the policy about a round that was started as long as the one before, now that it could have chosen."""
-        active, nodes = after.active, after.draft.nodes
+        active = [NOBODY if request.ended else request for request in after.active]
+        nodes = after.draft.nodes
         drafting, room, length = self._room(active, lengths)
         asked = replace(after.proposed, copied={}, replaced={}, lengths={})
         if nodes == 1:
-            anchors = np.array([[request.anchor] for request in active])
+            anchors = np.zeros((len(active), 1), np.int64)
             asked = Draft(anchors, None, after.proposed.logprobs)
         wanted = lengths.select(asked, active, drafting, self._most_nodes) if room > 1 else asked
         after.planned = length == nodes  # else it is no round of what was asked for, such as a trial
-        after.steady = length == wanted.nodes == nodes and wanted.parents is None and not wanted.copied
+        after.steady = length == wanted.nodes == nodes and wanted.parents is None
+        self._look_up(after, wanted)
+
+    def _look_up(self, launched: _Launched, wanted: Draft) -> _Launched:
+        """Let the texts that were wanted in the place of drafts go on, after a round that has not ended."""
+        launched.steady &= wanted.copied.keys() == wanted.replaced.keys()
+        for slot in wanted.replaced if launched.steady else ():
+            launched.texts[slot] = launched.active[slot].copied(2 * launched.draft.nodes - 1)[0]
+        return launched
 
     def _room(self, active: Sequence[Request], lengths: Lengths) -> tuple[list[int], int, int]:
         """The slots that draft, the most tokens that a request can take in a round, and the length of the drafts."""
         drafting = [slot for slot, request in enumerate(active) if request.takes_drafts]
-        room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
+        most = [min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active if not r.ended]
+        room = max(most, default=1)
         if any(request.in_doubt for request in active):
             room = 1
         return drafting, room, min(lengths.draft(active), room) if drafting else 1
@@ -371,37 +400,43 @@ class Scheduler:
             self._release(request)
         return verdict, emission
 
-    def _leave_out(self, request: Request, slot: int, verified: Verified) -> None:
-        """Leave only finite numbers in a slot of a round of which nothing is committed there."""
+    def _leave_out(self, request: Request, slot: int, verified: Verified, lost: set[int]) -> None:
+        """Leave only finite numbers in a slot of a round of which nothing is committed there. Adds to `lost` the slots
+        of which rows are cleared that a later round may have written.
+        """
         sound, drafts_sound = _sound(verified, slot), verified.drafts_finite[slot]
-        if request.stop.finish_reason is None:
+        if request is NOBODY:
+            return
+        if not request.ended:
             if not drafts_sound:
                 self.pair.drafter.give_up(request)
             if not sound:
                 self.pair.clear(slot, request.committed)
         elif not (sound and drafts_sound):
             self.slots.drop(request.slot)
-            self.pair.clear(request.slot)
+            if all(other.slot != request.slot for other in self._running):
+                self.pair.clear(request.slot)
+            for other in self._running:  # they may have got this memory since
+                if other.slot == slot or self.pair.scarce:
+                    self.pair.clear(other.slot, other.committed)
+                    lost.add(other.slot)
 
-    def _read_prompts(
-        self, emissions: list[Emission], after: _Launched | None = None
-    ) -> Iterator[list[Emission]]:
+    def _read_prompts(self, emissions: list[Emission]) -> Iterator[list[Emission]]:
         """Read prompts, `prefill_chunk` tokens and then as many again, until the next ones would take too long. Gives
         what there is before each of them.
-
-        after: a round that runs before. While it has its slots, no further prompt begins.
         """
-        begin = now = perf_counter()
-        while (after is None or self.filling) and self._reads_on(self.pair.prefill_chunk):
+        begin, beside = perf_counter(), self._beside
+        now = begin
+        while self._reads_on(self.pair.prefill_chunk):
             before, budget = now, self.pair.prefill_chunk
             while budget > 0 and self._reads_on(budget):
                 if emissions:
                     yield self._counted(emissions[:])
                     emissions.clear()
-                budget -= self._prefill(budget, emissions)
-                if after is not None and not self.filling:
+                if not (spent := self._prefill(budget, emissions)):
                     return
-            now = max(perf_counter() - (0.0 if after is None else sum(after.seconds())), before)
+                budget -= spent
+            now = max(perf_counter() - (0.0 if beside is None else sum(beside.seconds())), before)
             if (now - begin) + (now - before) >= self.prompt_delay:
                 return
 
@@ -425,11 +460,13 @@ class Scheduler:
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """Run one chunk of the request in prefill, or of the next one, or the prompts of several. Returns the tokens
-        spent.
+        spent; 0 if the next one must wait for the round that runs.
         """
         begin = perf_counter()
         if not self.filling:
             self._gather(budget)
+            if self._apart and self._beside is not None:
+                return 0
         if len(self.filling) > 1:
             together = list(self.filling)
             chunks = [request.text[request.committed :] for request in together]
@@ -444,7 +481,8 @@ class Scheduler:
             return len(together) * max(map(len, chunks))
         if not self.filling:
             request = self.waiting.first
-            source = self._place(request, budget)
+            if (source := self._place(request, budget)) is None:
+                return 0
             if not self._fits(request, self._wanted(request)):
                 if self.active:
                     self._full = True
@@ -456,7 +494,10 @@ class Scheduler:
                     )
                     emissions.append(fail(request, error))
                 return budget
-            self._admit(request, self._place(request, budget) if self.pair.scarce else source)
+            if self.pair.scarce:  # what was found may have been dropped
+                source = self._place(request, budget)
+            assert source is not None
+            self._admit(request, source)
         (request,) = self.filling
         return self._read(request, budget, begin, emissions)
 
@@ -490,6 +531,13 @@ class Scheduler:
         request.read_text(count)
         request.committed += count
         request.sound = sound and _finite(logits)
+        if not request.sound and self._beside is not None:
+            # Perhaps by what one has left there that ended meanwhile. It is read again when no round runs.
+            self._apart, request.sound, request.committed = True, True, 0
+            self.filling.remove(request)
+            self.pair.clear(request.slot)
+            self.waiting.add(request)
+            return
         if not drafts_sound:
             self.pair.drafter.give_up(request)
         if request.sound:
@@ -516,11 +564,16 @@ class Scheduler:
         """Admit the next requests whose prompts one pass can read to their ends, in slots side by side."""
         if self.pair.most_together < 2 or min(len(self.waiting), self.max_batch_size - len(self.active)) < 2:
             return
-        self._close_up()
-        counts, starts = list[int](), list[int]()
-        while self.waiting and len(self.active) + len(self.filling) < self.max_batch_size:
+        if self._beside is None:
+            self._close_up()
+        free, counts, starts = self._free, list[int](), list[int]()
+        first = min([slot for slot in free if slot + 1 in free], default=None)
+        if first is None:
+            self._apart |= len(free) > 1  # two passes take longer than a round that waits
+            return
+        while self.waiting and (slot := first + len(self.filling)) in free:
             request = self.waiting.first
-            source = self.slots.find(request, self._running)
+            source = self.slots.find(request, self._running, (slot,))
             counts.append(len(request.text) - source.length)
             starts.append(source.length)
             alike = all(other.takes_drafter == request.takes_drafter for other in self.filling)
@@ -532,11 +585,27 @@ class Scheduler:
             if not all(self._fits(other, max(self._wanted(other), at + width)) for other, at in together):
                 return
             if self.pair.scarce:
-                source = self.slots.find(request, self._running)
+                source = self.slots.find(request, self._running, (slot,))
             self._admit(request, source)
 
-    def _place(self, request: Request, budget: int) -> Reuse:
-        """Find a slot for the next request to be prefilled, and its reusable tokens."""
+    @property
+    def _free(self) -> set[int]:
+        """The slots that a prompt can be read into. What a round still writes there comes before."""
+        return set(range(self.max_batch_size)) - {request.slot for request in self._running}
+
+    def _place(self, request: Request, budget: int) -> Reuse | None:
+        """Find a slot for the next request to be prefilled, and its reusable tokens. None: not while a round runs."""
+        if self._beside is not None:
+            if not (free := self._free):
+                return None
+            source = self.slots.find(request, self._running, free)
+            most = self.pair.arrays.most_prompt_rows if request.params.prompt_logprobs else budget
+            reused = 0 if self.pair.scarce else source.length  # which may have to give way
+            if len(request.text) - reused <= min(most, budget):
+                return source
+            # It is read for some steps, in which active requests may have to move together, but not over it.
+            self._apart = not (beyond := {slot for slot in free if slot >= len(self.active)})
+            return self.slots.find(request, self._running, beyond) if beyond else None
         if self.pair.scarce:  # what is reused may give way to the request, whose slot then stays
             self._close_up()
         source = self.slots.find(request, self.active)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dflash_trt.decoding.pair import Pair
@@ -94,13 +94,14 @@ class Slots:
         salt = request.options.cache_salt
         return CachedPrefix(salt, request.prompt, request.output, count, *lengths, step)
 
-    def find(self, request: Request, live: Sequence[Request]) -> Reuse:
-        """Choose a free slot for a request. The place with the most tokens of its prompt: a slot, or kept pages.
+    def find(self, request: Request, live: Sequence[Request], free: Collection[int] = ()) -> Reuse:
+        """Choose a slot for a request, of these or else of all that are free. The place with the most tokens of its
+        prompt: a slot, or kept pages.
 
         `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
         has the drafter's part too.
         """
-        slot = request.slot = min(set(range(self.pair.slots)) - {other.slot for other in live})
+        slot = request.slot = min(free or set(range(self.pair.slots)) - {other.slot for other in live})
         prompt, draft, salt = request.text, request.takes_drafter, request.options.cache_salt
         if not self.reuses or request.params.prompt_logprobs:  # which need every row computed
             return Reuse(0, slot)

@@ -205,14 +205,12 @@ class SlotCaches(Generic[P, S]):
 
     def advance(
         self, first: int, starts: Sequence[int], written: Sequence[int], *, begun: bool = False
-    ) -> bool:
+    ) -> None:
         """Move the rows of the slots from `first` on to where a pass needs them that begins at these positions, and
-        writes so many rows of tokens, or of drafts, into each. Raises MemoryError if they do not fit. Returns whether
-        rows moved.
+        writes so many rows of tokens, or of drafts, into each. Raises MemoryError if they do not fit.
 
         begun: the pass was started before the rows move, so what it writes moves, too.
         """
-        moved = False
         for group in self.kinds:
             for slot, start, count in zip(range(first, first + len(starts)), starts, written, strict=True):
                 held, base = group.records[slot], group.kind.base(start)
@@ -220,10 +218,8 @@ class SlotCaches(Generic[P, S]):
                     raise MemoryError(f"no cache rows are left for {start + count} tokens")
                 if base > held.base:
                     group.pool.drop(slot, base - held.base, start - base + (count if begun else 0))
-                    moved = True
                 held.base, held.last = base, start + count
                 held.first = min(max(held.first, base), start)
-        return moved
 
     def reserve(self, slot: int, length: int) -> bool:
         rows = [(group.pool, length - group.kind.base(length)) for group in self.kinds]

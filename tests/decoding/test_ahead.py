@@ -4,7 +4,9 @@ has any schedules.
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 from dflash_trt.decoding.acceptance import judge
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.engines.device.following import next_round, scratch
+from dflash_trt.decoding.request import NOBODY
+from dflash_trt.engines.device.following import go_on, next_round, scratch
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import Landing
 from tests.doubles.device_pool import DevicePool
@@ -99,10 +102,10 @@ def test_a_request_is_its_own_beside_any_samplings() -> None:
     pool = DevicePool(10)
     follow, beside = pool.pair.follow, list[tuple[bool, list[bool]]]()
 
-    def noted(active: Any, nodes: int) -> Any:
+    def noted(active: Any, *given: Any) -> Any:
         told = [r.params.adjusted for r in active if r.params.logprobs]
         beside.append((any(r.params.adjusted for r in active), told))
-        return follow(active, nodes)
+        return follow(active, *given)
 
     pool.pair.follow = noted  # type: ignore[method-assign]
     different = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.3}, {"logprobs": True, "top_logprobs": 5}]
@@ -183,9 +186,9 @@ def test_the_device_decides_as_the_host() -> None:
         }
         memory = {name: torch.tensor(each).flatten() for name, each in given.items()}
         memory |= scratch(slots, width, torch.device("cpu"))
-        block = torch.zeros(slots, dtype=torch.int64) if nodes > 1 else None
-        next_round(lambda name, *shape: memory[name].view(shape), slots, nodes, width, block)  # noqa: B023
-        anchors = memory["tokens"].view(slots, width)[:, 0] if block is None else block
+        memory["anchors"] = torch.zeros(slots, dtype=torch.int64)
+        next_round(lambda name, *shape: memory[name].view(shape), slots, nodes, width)  # noqa: B023
+        anchors = memory["anchors"]
         draft = Draft(tokens[:, :nodes], None, None)
         verified = Verified(accepted, following, [True] * slots, finite, {}, [True] * slots)
         for slot in range(slots):
@@ -195,11 +198,35 @@ def test_the_device_decides_as_the_host() -> None:
             assert memory["target_start"][slot] == 50 + count
             assert anchors[slot] == (verdict.token if verdict.ok else tokens[slot, path[-1]])
             read = count * given["reads"][slot]
-            if block is None:
+            if nodes == 1:
                 assert memory["places"][slot] == 50 + read
             else:
                 assert memory["n_features"][slot] == read
                 assert memory["drafter_start"][slot] == 50 + count - read
+
+
+def test_texts_go_on_where_the_new_anchor_is_theirs() -> None:
+    """After any number of committed nodes. Other chains, and those of slots without a text, stay as they are."""
+    rng, n, nodes, width = np.random.default_rng(2), 40, 4, 6
+    count, anchors = rng.integers(0, nodes + 1, n), rng.integers(0, 4, n)
+    texts, tokens = rng.integers(0, 4, (n, 2 * nodes - 1)), rng.integers(10, 19, (n, width))
+    texts[::5] = -1
+    tokens[:, nodes:] = tokens[:, nodes - 1 : nodes]
+    given = {"count": count, "anchors": anchors, "texts": texts, "tokens": tokens}
+    memory = scratch(n, width, torch.device("cpu"))
+    memory |= {name: torch.tensor(each).flatten() for name, each in given.items()}
+    go_on(
+        lambda name, *shape: memory[name][: np.prod(shape)].view(shape), n, nodes, width, torch.arange(nodes)
+    )
+    found, went_on = memory["tokens"].view(n, width).numpy(), 0
+    for slot in range(n):
+        wanted, at = tokens[slot].copy(), max(count[slot], 1)
+        if texts[slot, at - 1] == anchors[slot]:
+            wanted[1:nodes] = texts[slot, at : at + nodes - 1]
+            wanted[nodes:] = wanted[nodes - 1]
+            went_on += 1
+        assert found[slot].tolist() == wanted.tolist()
+    assert 3 < went_on < n / 2
 
 
 def test_several_short_prompts_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +292,100 @@ def test_rounds_start_ahead_between_the_chunks_of_a_prompt(target: type[FakeTarg
     assert followed > steps * 2 / 3
     for each in [*few, *later]:
         assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, each.seed)
+
+
+def test_rounds_start_ahead_past_the_ends_and_arrivals_of_requests() -> None:
+    """What ended leaves a slot empty in the round after the one that runs, and the next prompt is read there meanwhile.
+    Rounds wait where they can do with fewer slots.
+    """
+    pool, rng = DevicePool(8, chunk=64), random.Random(0)
+    follow, rows = pool.pair.follow, list[list[Any]]()
+    pool.pair.follow = lambda active, *given: rows.append(list(active)) or follow(active, *given)  # type: ignore
+    asked = [
+        request(
+            prompt(3 + 4 * (i % 9), i),
+            SamplingParams(max_tokens=rng.randint(1, 40), temperature=0.8 * (i % 2), seed=i),
+            draft=i % 5 > 0,
+        )
+        for i in range(60)
+    ]
+    tokens = finish(pool, Lengths(3), *asked)
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+    pairs = [*itertools.pairwise(rows)]
+    assert any(NOBODY in active for active in rows)
+    assert sum(not {*active} <= {NOBODY, *before} for before, active in pairs) > 20
+    assert pool.followed > 0.85 * passes(pool)
+
+
+def test_a_prompt_is_read_again_where_an_ended_request_left_no_numbers() -> None:
+    """The round that ran for it too long had not been read when the next prompt came into its slot."""
+    pool, read, ends = DevicePool(3, chunk=64, kept=400), list[Any](), SamplingParams(max_tokens=12)
+    finish(pool, Lengths(3), request(prompt(40), SamplingParams(max_tokens=1)))
+    asked = [request(prompt(4, 1), params) for params in (ends, ends, PLAIN)]
+    asked += [request(each, SamplingParams(max_tokens=20)) for each in (prompt(8, 3), prompt(42))]
+    runner: Any = pool.pair.target
+    run, prefill, together = runner.run, pool.pair.prefill, pool.pair.prefill_together
+
+    def spoilt(profile: int, feeds: Any, **named: Any) -> Any:
+        outputs, start = run(profile, feeds, **named), int(feeds["start"][0])
+        if profile == DECODE and not asked[0].ended and start >= 4 + 11:
+            outputs["logits"][0] = outputs["features"][0] = torch.nan
+            runner.fake.nan[0, start : start + 3] = True
+        return outputs
+
+    runner.run = spoilt
+    pool.pair.prefill = lambda *given, **named: read.append([given[0]]) or prefill(*given, **named)  # type: ignore
+    pool.pair.prefill_together = lambda *given, **named: read.append(given[0]) or together(*given, **named)  # type: ignore
+    tokens = finish(pool, Lengths(3), *asked)
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, 0)
+    assert read[1:] == [[asked[3].prompt, asked[4].prompt[40:]], [asked[3].prompt]]
+
+
+@pytest.mark.parametrize("length", [2, 4, 5])  # 5 is padded to 6
+@pytest.mark.parametrize("wrong", [0, 7])
+def test_drafts_of_texts_go_on_in_rounds_that_start_ahead(
+    length: int, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host knows of a text is a round old then: the device finds where it goes on. Texts that are right give
+    all drafts, also to a request without the drafter, and each `wrong` token in them costs drafts only.
+    """
+
+    class Copies(Lengths):
+        def select(self, draft: Draft, active: Any, slots: Any, most: int) -> Draft:
+            for slot in slots if draft.nodes > 1 else ():
+                if tokens := active[slot].copied(draft.nodes - 1)[0]:
+                    draft.replaced[slot], draft.copied[slot] = tokens, {*range(1, draft.nodes)}
+            return draft
+
+    def copied(self: Any, most: int) -> tuple[list[int], int]:
+        if not self.options.takes_lookup:
+            return [], 0
+        done = len(self.output)
+        found = enumerate(wholes[self][done : done + most], done)
+        return [VOCAB - 1 - token if wrong and at % wrong == 0 else token for at, token in found], 1
+
+    pool = DevicePool(4)
+    sources = "lookup", "drafter,lookup", "drafter", "drafter,lookup"
+    asked = [
+        request(
+            prompt(4, i), SamplingParams(max_tokens=60, seed=i, temperature=float(i % 2)), draft_source=each
+        )
+        for i, each in enumerate(sources)
+    ]
+    wholes = {each: expected(each.prompt, replace(each.params, max_tokens=99), each.seed) for each in asked}
+    monkeypatch.setattr("dflash_trt.decoding.request.Request.copied", copied)
+    tokens = finish(pool, Copies(length), *asked)
+    for each, source in zip(asked, sources, strict=True):
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+        drafts, right = (
+            each.statistics.num_lookup_draft_tokens,
+            each.statistics.num_lookup_accepted_tokens,
+        )
+        assert (drafts > 0) == (source != "drafter")
+        assert right == drafts or wrong
+        assert right >= drafts / 4
+        if source == "lookup" and not wrong:
+            assert sum(each.statistics.block_length_histogram) <= 60 / length + 3
+    assert pool.followed > 0.8 * passes(pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from dflash_trt.decoding.draft import chain_rows
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import NOBODY
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
@@ -97,7 +98,8 @@ class OnDevice(DeviceRunner):
         slots = len(fake.cache) - fake.kept_slots
         self.fake, self.caches = fake, _Caches(fake)  # type: ignore[assignment]
         fake.moves_rows = False  # the arrays do
-        self.active = lambda: slots  # how many slots have requests
+        self.active = lambda: slots  # how many slots have requests, but for those between them that have none
+        self.nobody: Callable[[], list[int]] = list
         rows = slots * BLOCK + chunk
         self._most = {"logits": rows * VOCAB}, rows
         names = INPUTS[role] + OUTPUTS[role]
@@ -124,11 +126,22 @@ class OnDevice(DeviceRunner):
             if profile != DECODE:  # what follows a prompt is no fault of it
                 arrays["tokens"] = arrays["tokens"][:, : arrays["rows"].max() + 1]
             arrays |= chain_rows(*arrays["tokens"].shape)
+        idle = dict(enumerate(arrays["start"].tolist()[active:], first_slot + active))
+        if profile == DECODE:
+            idle |= {slot: int(arrays["start"][slot]) for slot in self.nobody()}
+            if self.fake.memory is not None:
+                arrays["start"][self.nobody()] = 0  # they may have none
+        held = [self.fake.cache, self.fake.nan]
+        held += [cache.pool.rows for cache in self.caches.kinds if hasattr(self.fake, "rows")]
+        before = [{slot: rows[slot].copy() for slot in idle} for rows in held]
         outputs, results = (
             self.fake.run({n: x[:active] for n, x in arrays.items()}, first_slot=first_slot),
             {},
         )
-        for slot, start in enumerate(arrays["start"].tolist()[active:], first_slot + active):
+        for rows, kept in zip(held, before, strict=True):
+            for slot in idle:
+                rows[slot] = kept[slot]
+        for slot, start in idle.items():
             self.fake.cache[slot, start:] = POISON  # rows that belong to no token
             for cache in self.caches.kinds if hasattr(self.fake, "rows") else ():
                 cache.pool.rows[slot, start - cache.records[slot].base :] = POISON
@@ -248,6 +261,7 @@ class DevicePool(Pool):
         arrays.asynchronous = True
         for engine in engines:
             engine.active = lambda: len(arrays._active)
+            engine.nobody = lambda: [i for i, request in enumerate(arrays._active) if request is NOBODY]
         self.pair = Pair(
             *engines,
             arrays,

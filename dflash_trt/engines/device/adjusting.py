@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from math import inf
 
 import numpy as np
@@ -46,12 +47,14 @@ class Adjusting:
         self.memory = {n: torch.zeros(shape, dtype=t, device=device) for n, (shape, t) in sizes.items()}
         self._most, self._held = most, list[Request | None]([None] * slots)
         shape, dtype = sizes["facts"]
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"  # one of two may still be read for the round before
+        self._host = cycle([torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(2)])
         self._chains = torch.ones((most, most), dtype=torch.bool, device=device).tril()
 
     def start(self, active: Sequence[Request], adjusted: Sequence[bool]) -> None:
         """Before a round: tell the device of these requests, and which of their rows it adjusts."""
-        facts = self._host.numpy()
+        host = next(self._host)
+        facts = host.numpy()
         for slot, (request, here) in enumerate(zip(active, adjusted, strict=True)):
             facts[slot, 0] = -1
             if here and (history := request.history) is not None:
@@ -62,7 +65,7 @@ class Adjusting:
                 recent = request.output[-1 - (facts.shape[1] - 4) : -1]
                 facts[slot, :3] = len(request.prompt), len(request.output) - 1, len(history.words)
                 facts[slot, facts.shape[1] - len(recent) :] = recent
-        self.memory["facts"].copy_(self._host, non_blocking=True)
+        self.memory["facts"].copy_(host, non_blocking=True)
 
     def _load(self, slot: int, history: History, request: Request) -> None:
         memory = {name: rows[slot] for name, rows in self.memory.items()}

@@ -19,7 +19,7 @@ from dflash_plugins.launch import Accepted, accept_block, sample_rows, sampling_
 
 from dflash_trt.decoding.arrays import Following
 from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
-from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.request import NOBODY, Request
 from dflash_trt.engines.device.adjusting import Adjusting, takes
 from dflash_trt.engines.device.logprobs import LogProbabilities
 from dflash_trt.engines.device.memory import memory_errors
@@ -106,11 +106,9 @@ class DeviceArrays:
                 kind.pool.compact_by(run, block_size)
         # The requests whose parameters the device has; for which of them kernels can decide, and do in this round; and
         # whether the graph or the host decides for all of them.
-        self._active: Sequence[Request] = ()
+        self._active: list[Request] = []
         self._takes: list[bool] = []
         self._by_kernels: list[bool] = []
-        self._limits: tuple[list[int], list[bool]] = [], []  # of their chains, see `RoundMemory.limit`
-        self._fed: dict[DeviceRunner, Mapping[str, Any]] = {}  # the inputs of a round's last pass
         self._width = 1  # the target's rows of a slot in it
         self._plain = True
         self._slots = slots
@@ -180,7 +178,6 @@ class DeviceArrays:
             else:
                 self._width = feeds["rows"].shape[1]
                 tensors = self._round.target_feeds(tensors)
-            self._fed[runner] = tensors
             if rows:
                 self._copy_rows(*rows)  # a pass of the target overwrites the features
             outputs = runner.run(DECODE, tensors)
@@ -228,25 +225,35 @@ class DeviceArrays:
 
     def start_round(self, active: Sequence[Request]) -> None:
         self._drafted, self._round.landing = 0, None
-        limits = [request.most_nodes(self.most_nodes) if request.takes_drafter else 1 for request in active]
-        numbers = limits, [request.takes_drafter for request in active]
-        if numbers != self._limits:
-            self._limits = numbers
-            self._round.limit(*numbers)
-        if active != self._active:
-            self._active = list(active)
-            trees = self._tree_width > 1
-            self._takes = [r.history is None or takes(r.history, trees=trees) for r in active]
-            kinds = zip(active, self._takes, strict=True)
-            self._plain = all(request.params.greedy or not taken for request, taken in kinds)
-            if not self._plain:
-                self._round.sample(active)
+        self._seat(active)
         # Where the kernels found no token, the host looks.
         doubts = [r.in_doubt and r.history is not None for r in active]
         self._by_kernels = [taken and not doubt for taken, doubt in zip(self._takes, doubts, strict=True)]
-        if self._samples_all and any(r.history is not None for r in active):
+        self._adjust()
+
+    def _seat(self, active: Sequence[Request]) -> bool:
+        """Give the device what it must know of these requests, with the numbers that are sent next. Returns whether
+        they are others than those of the round before.
+        """
+        if active == self._active:
+            return False
+        self._active = list(active)
+        self._takes, self._plain = self._kinds(active)
+        self._by_kernels = self._takes
+        if not self._plain:
+            self._round.sample(active)
+        return True
+
+    def _kinds(self, active: Sequence[Request]) -> tuple[list[bool], bool]:
+        """For which requests kernels can decide, and whether the graph or the host decides for all of them."""
+        trees = self._tree_width > 1
+        taken = [r.history is None or takes(r.history, trees=trees) for r in active]
+        return taken, all(r.params.greedy or not here for r, here in zip(active, taken, strict=True))
+
+    def _adjust(self) -> None:
+        if self._samples_all and any(r.history is not None for r in self._active):
             with on(self._stream):
-                self._adjusting.start(active, self._by_kernels)
+                self._adjusting.start(self._active, self._by_kernels)
 
     def finite(self, numbers: torch.Tensor) -> torch.Tensor:
         with on(self._stream):  # one pass over the numbers; a NaN is the largest
@@ -337,32 +344,58 @@ class DeviceArrays:
 
     def possible(self, active: Sequence[Request], nodes: int) -> bool:
         """Windows of caches have room for the round where their rows lie, and no state belongs to one position."""
-        longest, both = max(request.committed for request in active) + nodes, 2 * self.most_unread
+        live = {slot: request for slot, request in enumerate(active) if request is not NOBODY}
+        longest, both = max(request.committed for request in live.values()) + nodes, 2 * self.most_unread
         written = [(self._target, self._width), *([(self._drafter, both)] if self._drafter else [])]
+        taken, plain = (self._by_kernels, self._plain) if active == self._active else self._kinds(active)
+        by_kernels = self.run is not None and self.samples and not plain
+        sizes = self._round.batches
         return (
-            all(self._by_kernels if self._samples_all else (r.params.greedy for r in active))
-            and all(self._tells(r) or not r.params.logprobs for r in active)
-            and [r.takes_drafter for r in active] == self._limits[1]
+            all(taken if by_kernels else (r.params.greedy for r in live.values()))
+            and all(self._tells(r) or not r.params.logprobs for r in live.values())
+            and fitting(len(live), sizes) == fitting(len(active), sizes)  # else fewer slots do
             and (self._drafted > 0) == (nodes > 1)
             and longest + max(both, self._width) < self._capacity
             and all(
                 runner.caches.holds(slot, r.committed + nodes + rows + 1)  # one for a sink
                 for runner, rows in written
-                for slot, r in enumerate(active)
+                for slot, r in live.items()
             )
         )
 
-    def prepare(self, nodes: int) -> None:
-        if nodes == 1:
-            self._places = None
+    def prepare(
+        self,
+        active: Sequence[Request],
+        begun: Draft,
+        texts: Mapping[int, Sequence[int]],
+        unread: Sequence[int],
+    ) -> list[int]:
+        nodes, given = begun.nodes, dict[int, tuple[int, ...]]()
+        self._places = None if nodes == 1 else [0] * len(active)
+        before = self._active + [NOBODY] * len(active)
+        known = [
+            (begun.length_of(slot, r) if r is before[slot] is not NOBODY else 0, r.takes_drafter)
+            for slot, r in enumerate(active)
+        ]
         with on(self._stream):
-            self._round.follow(len(self._active), nodes, self._width)
+            for slot, request in enumerate(active):
+                if known[slot][0] or request is NOBODY:
+                    continue
+                start, count = request.committed, unread[slot]
+                self._target.caches.advance(slot, [start], [self._width])
+                place = count if nodes == 1 else 0
+                given[slot] = start, start - count, count - place, place, request.anchor
+                if self._drafter is not None and nodes > 1:
+                    self._drafter.caches.advance(slot, [start - count], [count])
+            if self._seat(active):
+                self._adjust()
+            self._round.follow(nodes, self._width, known, given, texts)
+        return list(given)
 
     def run_again(self, runner: DeviceRunner) -> Mapping[str, torch.Tensor]:
         with on(self._stream):
-            if runner is self._target:
-                self._round.again()
-            outputs = runner.run(DECODE, self._fed[runner])
+            again = self._round.again(self._width) if runner is self._target else None
+            outputs = runner.run(DECODE, again or self._round.drafter_inputs(self._unread))
         return {name: numbers[: len(self._active)] for name, numbers in outputs.items()}
 
     def anchors(self) -> Draft:
@@ -373,13 +406,12 @@ class DeviceArrays:
         return Draft(tokens, None, np.zeros((n, 0), np.float32))
 
     def settle(self, slot: int, start: int, read: int | None) -> None:
-        passes = [("target", self._target, start, self._width)]
+        passes = [(self._target, start, self._width)]
         if self._drafter is not None and read is not None:
-            passes.append(("drafter", self._drafter, start - read, read))
+            passes.append((self._drafter, start - read, read))
         with on(self._stream):
-            for role, runner, begin, count in passes:
-                if runner.caches.advance(slot, [begin], [count], begun=True):
-                    self._round.moved(role, slot)
+            for runner, begin, count in passes:
+                runner.caches.advance(slot, [begin], [count], begun=True)
 
     def _tells(self, request: Request) -> bool:
         """Whether log-probabilities come from the device: those of logits that nothing adjusts there."""

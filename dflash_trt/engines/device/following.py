@@ -1,5 +1,7 @@
 """The inputs of a round from the result of the one before, on the device: the host reads that result while the round
 runs. The host's own decision is `judge` in decoding/acceptance.py, and must be the same.
+
+The host gives the inputs of slots whose requests were not in the round before, and of those without a request.
 """
 
 from __future__ import annotations
@@ -9,20 +11,29 @@ from collections.abc import Callable
 import torch
 
 Tensor = torch.Tensor
+# What a round makes of the one before: where passes begin, features that the drafter reads, where those of this round
+# will wait, and the newest token. The host gives the same names with `given_` before, 0 where the device knows better.
+NEXT = ("target_start", "drafter_start", "n_features", "places", "anchors")
 
 
 def scratch(slots: int, block_size: int, device: torch.device) -> dict[str, Tensor]:
     """Memory of `next_round`, by name."""
-    sizes = {"sound": slots * block_size, **dict.fromkeys(("leading", "count", "place", "drafted"), slots)}
+    rows = slots * block_size
+    sizes = {
+        "sound": rows,
+        "index": rows,
+        "found": rows,
+        **dict.fromkeys(("leading", "count", "place", "drafted"), slots),
+    }
     memory = {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
     return memory | {"truth": torch.zeros(slots, dtype=torch.bool, device=device)}
 
 
-def next_round(part: Callable[..., Tensor], n: int, nodes: int, width: int, block: Tensor | None) -> None:
-    """Make the inputs of the round after one whose chains of `nodes` nodes had `width` rows, for the first n slots.
+def next_round(part: Callable[..., Tensor], n: int, nodes: int, width: int) -> None:
+    """Make `NEXT` for the round after one whose chains of `nodes` nodes had `width` rows, for the first n slots. With
+    more than one node, the drafter has a pass before it.
 
-    part: gives memory by name and shape (`RoundMemory.part`). block: the anchors of the drafter's block [n], if it has
-    a pass.
+    part: gives memory by name and shape (`RoundMemory.part`).
 
     A slot commits the accepted nodes that count, up to the first whose logits are not finite. Its anchor is the node
     after them, if one was accepted, else the token that the target decided.
@@ -38,12 +49,25 @@ def next_round(part: Callable[..., Tensor], n: int, nodes: int, width: int, bloc
     torch.minimum(count, leading, out=count)
     torch.clamp(count, max=width - 1, out=place)
     torch.gather(tokens, 1, place[:, None], out=drafted[:, None])
-    anchor = torch.where(torch.le(count, accepted, out=truth), drafted, following, out=place)
+    torch.where(torch.le(count, accepted, out=truth), drafted, following, out=part("anchors", n))
     start.add_(count)
-    if block is None:
-        tokens.copy_(anchor[:, None].expand(tokens.shape))
+    if nodes == 1:
         places.add_(count.mul_(reads))
     else:
-        block.copy_(anchor)
         read = torch.mul(count, reads, out=part("n_features", n))
         torch.sub(start, read, out=part("drafter_start", n))
+
+
+def go_on(part: Callable[..., Tensor], n: int, nodes: int, width: int, places: Tensor) -> None:
+    """Draft what texts say after `next_round`, in place of the drafter's tokens [n, width]: `texts` [n, 2 * nodes - 1]
+    go on after the anchors of the round before. Where the new anchor is another token than theirs, the drafts stay.
+
+    places: 0 .. nodes - 1.
+    """
+    texts, tokens, found = part("texts", n, 2 * nodes - 1), part("tokens", n, width), part("found", n, nodes)
+    last = torch.clamp(part("count", n), min=1, out=part("place", n)).sub_(1)
+    torch.gather(texts, 1, torch.add(last[:, None], places, out=part("index", n, nodes)), out=found)
+    right = torch.eq(found[:, :1], part("anchors", n, 1), out=part("truth", n, 1))
+    drafts = tokens[:, 1:nodes]
+    torch.where(right, found[:, 1:], drafts, out=drafts)
+    tokens[:, nodes:] = tokens[:, nodes - 1 : nodes]

@@ -19,7 +19,7 @@ from dflash_plugins.launch import SAMPLING, Run, end_round, fill_tokens, samplin
 from dflash_trt.decoding.draft import chain_rows
 from dflash_trt.decoding.params import MOST_LOGPROBS
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.device.following import next_round, scratch
+from dflash_trt.engines.device.following import NEXT, go_on, next_round, scratch
 from dflash_trt.engines.device.runner import DeviceRunner
 from dflash_trt.engines.device.sizes import ALIGNMENT, DECODE, batch_sizes, fitting, pass_sizes
 from dflash_trt.engines.device.stream import Landing, on
@@ -61,25 +61,25 @@ class RoundMemory:
         self._spare = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
         self._starts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # of `_begin`, by role and batch
         self._unread: dict[int, torch.Tensor] = {}  # the features of so many slots
+        self._mask, self._copies = 0, False  # of this round's blocks, and whether texts go on in it
         self._wider: dict[Any, torch.Tensor] = {}  # places of the tokens of one shape in those of another
-        self._idles: dict[tuple[str, int], int] = {}  # where passes begin in idle slots, as the device knows
-        self._sent = b""  # the inputs that are on the device
+        self._sent: tuple[slice, bytes] = slice(0), b""  # the inputs that are on the device
         self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
         self._asked = (0, 0)  # sequences and nodes of this round's block
         self._block = (0, 0)  # its shape in memory, with idle slots and copies of the last node
         self._given: Array | None = None  # the target's tokens [n, N] of this round, if the host has them
-        self._widened: tuple[Any, ...] | None = None  # of the target's last pass, what `_widen` did
         self.landing: Landing | None = None  # what this round's passes gave, once the host asked for it
         self.sampling = {name: self._device_parts[name] for name in SAMPLING}
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
-        per_slot = ["drafter_start", "n_features", "target_start", "places", "limits", "reads"]
+        per_slot = [*NEXT, *(f"given_{name}" for name in NEXT), "known", "limits", "reads"]
         per_slot += [
             f"{role}_{name}" for role, runner in self._runners.items() for name in runner.caches.bases([])
         ]
         rows = slots * block_size
         sizes = dict.fromkeys(per_slot, (slots, torch.int64))
         sizes |= dict.fromkeys(("block", "committed", "waiting"), (rows, torch.int64))
+        sizes["texts"] = 2 * rows, torch.int64
         sizes |= {name: (slots, dtype) for name, dtype in SAMPLING.items()}
         if self._tree_width > 1:
             sizes |= {"depths": (rows, torch.int64), "visible": (rows * block_size, torch.bool)}
@@ -106,7 +106,7 @@ class RoundMemory:
             offsets[name] = end
             end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         device = self._target.device
-        memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._memory = memory = torch.zeros(end, dtype=torch.uint8, device=device)
         first, after = offsets["tokens"], offsets["accepted"]
 
         def pinned(count: int) -> torch.Tensor:
@@ -116,19 +116,28 @@ class RoundMemory:
             of = {name: (offsets[name] - begin, *sizes[name]) for name in names}
             return {n: memory[at : at + size * t.itemsize].view(t) for n, (at, size, t) in of.items()}
 
-        host = pinned(after)
-        self._upload, self._upload_tokens = ((memory[at], host[at]) for at in (slice(first), slice(after)))
+        host = torch.zeros(after, dtype=torch.uint8)
+        self._host = host.numpy()
+        # What a round sends: all inputs, perhaps with tokens; and what the host gives of one that follows another.
+        self._upload, self._upload_tokens = slice(first), slice(after)
+        self._given_part = slice(offsets[f"given_{NEXT[0]}"], first)
         self._results = memory[first : offsets["row_logprobs"]], memory[first:]
         landings = [pinned(end - first) for _ in range(2)]
-        self._device_parts, sent = parts(memory, sizes), parts(host, [*inputs, "tokens"])
-        self._host_parts = {name: part.numpy() for name, part in sent.items()}
+        self._device_parts = parts(memory, sizes)
+        self._host_parts = {n: part.numpy() for n, part in parts(host, [*inputs, "tokens"]).items()}
+        # A round sends three times at most, and the next one once, before the host has waited for it.
+        sending = [pinned(after) for _ in range(4)]
+        self._sending = cycle((held, parts(held, ["tokens"])["tokens"]) for held in sending)
+        step = offsets[NEXT[1]] - offsets[NEXT[0]]
+        after_known, numbers = offsets["known"] + step, memory[: offsets["known"]].view(torch.int64)
+        self._next, self._given_next = numbers.view(2, len(NEXT), step // 8)
+        self._known = memory[offsets["known"] : after_known].view(torch.int64)
         self._landings = cycle(
             Landing(
                 landing, {n: part.numpy() for n, part in parts(landing, outputs, first).items()}, self._stream
             )
             for landing in landings
         )
-        self._tokens = self._device_parts["tokens"], sent["tokens"]
         self._views: dict[Any, torch.Tensor] = {}  # `part`
 
     def _bind(self) -> None:
@@ -177,7 +186,7 @@ class RoundMemory:
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
         """Anchors with mask tokens, [n, length]. They reach the device with the drafter's pass."""
-        n, self._given = len(anchors), None
+        n, self._given, self._mask = len(anchors), None, mask
         self._asked, self._block = (n, length), (fitting(n, self.batches), fitting(length, self.widths))
         batch, width = self._block
         block = self._host_parts["block"][: batch * width]
@@ -199,33 +208,38 @@ class RoundMemory:
         start, count, block = feeds["start"], feeds["n_features"], feeds["block"]
         batch = fitting(len(start), self.batches)
         if isinstance(block, np.ndarray):  # not of a round
-            block = self._put("block", _repeated(block, batch, fitting(block.shape[1], self.widths)))
+            shape = batch, fitting(block.shape[1], self.widths)
+            self._put("block", _repeated(block, *shape))
         else:
-            block = self.part("block", *self._block)
+            shape = self._block
             self._begin("target", start + count)
-            for name, numbers in chain_rows(*self._block).items() if self._tree_width > 1 else ():
-                self._put(name, numbers)
-        begin = self._begin("drafter", start)
+            self._put_chains(*shape)
+        self._begin("drafter", start)
         self._write("n_features", [*count.tolist(), *[0] * (batch - len(count))])
         self._send(self._upload)
-        counts = self.part("n_features", batch)
+        return self.drafter_inputs(unread, shape)
+
+    def drafter_inputs(self, unread: torch.Tensor, shape: tuple[int, int] | None = None) -> dict[str, Any]:
+        """The feeds of a pass over blocks that are in this memory, of this shape or that of this round."""
+        shape = shape or self._block
+        batch = shape[0]
         if (features := self._unread.get(batch)) is None:
             features = self._unread[batch] = unread[:batch]
-        return {**begin, "n_features": counts, "block": block, "features": features}
+        counts, block = self.part("n_features", batch), self.part("block", *shape)
+        return {**self._places("drafter", batch), "n_features": counts, "block": block, "features": features}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds of a pass, for the idle slots too. Its rows [n, N] may be more than its tokens."""
-        start, tokens, self._widened = feeds["start"], feeds["tokens"], None
+        start, tokens = feeds["start"], feeds["tokens"]
         shape = fitting(len(start), self.batches), feeds["rows"].shape[1]
-        inputs = dict(self._begin("target", start))
+        self._begin("target", start)
         for name in feeds.keys() & {"depths", "visible"}:
-            inputs[name] = self._put(name, _repeated(feeds[name], shape[0]))
+            self._put(name, _repeated(feeds[name], shape[0]))
         numbers = tokens if isinstance(tokens, np.ndarray) else self._given
         if numbers is None:
             self._send(self._upload)
             if (tokens.shape, self._block) != (self._asked, shape):
-                self._widened = tokens, shape
-                self._widen(*self._widened)
+                self._widen(tokens, shape)
         else:
             n, length = tokens.shape
             memory = self._host_parts["tokens"][: prod(shape)].reshape(shape)
@@ -233,7 +247,21 @@ class RoundMemory:
             memory[:n, length:] = memory[:n, length - 1 : length]
             memory[n:] = memory[n - 1]
             self._send(self._upload_tokens)
-        return {**inputs, "tokens": self.part("tokens", *shape), "rows": self._filled_rows(shape)}
+        return self._target_inputs(shape)
+
+    def _target_inputs(self, shape: tuple[int, int]) -> dict[str, Any]:
+        """The feeds of a pass over nodes [n, N] that are in this memory."""
+        inputs = {**self._places("target", shape[0]), "tokens": self.part("tokens", *shape)}
+        if self._tree_width > 1:
+            inputs |= {
+                "depths": self.part("depths", *shape),
+                "visible": self.part("visible", *shape, shape[1]),
+            }
+        return {**inputs, "rows": self._filled_rows(shape)}
+
+    def _put_chains(self, batch: int, width: int) -> None:
+        for name, numbers in chain_rows(batch, width).items() if self._tree_width > 1 else ():
+            self._put(name, numbers)
 
     def tokens(self) -> torch.Tensor:
         """The target's tokens [n, length], from this round's block and the drafter's output.
@@ -250,10 +278,11 @@ class RoundMemory:
 
     def replace(self, chains: Mapping[int, Sequence[int]]) -> None:
         """Put drafts of the host into this round's tokens, in place of the drafter's, with copies of the last one."""
-        size, (device, host) = self._block[1], self._tokens
+        size, device, (_, host) = self._block[1], self._device_parts["tokens"], next(self._sending)
+        numbers = host.numpy()
         for slot, chain in chains.items():
             row = slice(slot * size + 1, (slot + 1) * size)
-            self._host_parts["tokens"][row] = [*chain, *[chain[-1]] * size][: size - 1]
+            numbers[row] = [*chain, *[chain[-1]] * size][: size - 1]
             device[row].copy_(host[row], non_blocking=True)
 
     def _widen(self, tokens: torch.Tensor, shape: tuple[int, int]) -> None:
@@ -315,59 +344,92 @@ class RoundMemory:
         tokens, best = (landing.read(name, n, width, top) for name in ("top_tokens", "top_logprobs"))
         return {slot: (logprobs[slot], tokens[slot], best[slot]) for slot in slots}
 
-    def limit(self, limits: Sequence[int], reads: Sequence[bool]) -> None:
-        """By slot, how many nodes of a chain count, and whether the drafter reads those that are committed. It reaches
-        the device with the next pass.
+    def follow(
+        self,
+        nodes: int,
+        width: int,
+        known: Sequence[tuple[int, bool]],
+        given: Mapping[int, Sequence[int]],
+        texts: Mapping[int, Sequence[int]],
+    ) -> None:
+        """Make the inputs of the round after one of so many nodes, which had `width` rows.
+
+        known: by slot, how many nodes of that round count, and whether the drafter reads those that are committed; 0 if
+        its request was not in that round. given: by slot, `NEXT` of one that begins here. texts: as of `Following`.
+        The host tells where rows lie now, and where passes begin in slots without a request: prompts may go on there.
         """
+        n, limits, reads = len(known), *zip(*known, strict=True)
+        batch = fitting(n, self.batches)
+        idle = [slot for slot in range(batch) if slot not in given and not (slot < n and limits[slot])]
+        starts = [dict(zip(idle, self._idle(role, idle), strict=True)) for role in ("target", "drafter")]
+        nothing = (0,) * len(NEXT)
+        rows = [
+            given.get(slot) or ((starts[0][slot], starts[1][slot], 0, 0, 0) if slot in starts[0] else nothing)
+            for slot in range(batch)
+        ]
         self._write("limits", limits)
         self._write("reads", reads)
+        self._host_parts["known"][:batch] = [*map(bool, limits), *[False] * (batch - n)]
+        self._copies = len(texts) > 0
+        if texts:
+            size = 2 * nodes - 1
+            self._host_parts["texts"][: n * size] = -1
+            for slot, text in texts.items():
+                self._host_parts["texts"][slot * size : (slot + 1) * size] = text
+        for name, numbers in zip(NEXT, zip(*rows, strict=True), strict=True):
+            self._write(f"given_{name}", numbers)
+        for role, runner in self._runners.items():
+            for name, bases in runner.caches.bases([], batch).items():
+                self._write(f"{role}_{name}", bases)
+        if nodes > 1 and (batch, self._block[1]) != self._block:
+            self._host_parts["block"][: batch * self._block[1]] = self._mask
+        if (n, nodes) != self._asked:
+            self._put_chains(batch, width)
+        self._asked, self._block, self.landing = (n, nodes), (batch, self._block[1]), None
+        sent = self._send(self._given_part)
+        next_round(self.part, n, nodes, width)
+        if sent or not all(limits):
+            torch.addcmul(self._given_next, self._next, self._known, out=self._next)
+        anchors = self.part("anchors", n, 1)
+        if nodes == 1:
+            self.part("tokens", n, width).copy_(anchors.expand(n, width))
+        else:
+            self._corner("block", self._block, n, 1).copy_(anchors)
 
-    def follow(self, n: int, nodes: int, width: int) -> None:
-        """Make the inputs of the round after one of so many nodes, which had `width` rows, for the first n slots."""
-        block = None if nodes == 1 else self.part("block", *self._block)[:n, 0]
-        next_round(self.part, n, nodes, width, block)
-        self._sent, self.landing = b"", None
-        for role in self._runners:  # prompts may have gone on in idle slots
-            for slot, start in enumerate(self._idle(role, n), n):
-                if self._idles.get((role, slot)) != start:
-                    self._idles[role, slot] = start
-                    self._device_parts[f"{role}_start"][slot] = start
-                    self.moved(role, slot)
-
-    def moved(self, role: str, slot: int) -> None:
-        """Tell the device where the rows of a slot lie now, for a round that follows without inputs of the host."""
-        for name, bases in self._runners[role].caches.bases([], slot + 1).items():
-            self._device_parts[f"{role}_{name}"][slot] = bases[slot]
-
-    def again(self) -> None:
-        """Widen tokens and rows as for the target's last pass."""
-        if self._widened is not None:
-            self._widen(*self._widened)
-            self._filled_rows(self._widened[1])
+    def again(self, width: int) -> dict[str, Any]:
+        """The feeds of the target's pass of a round that follows, with `width` rows of a slot."""
+        (n, nodes), shape = self._asked, (self._block[0], width)
+        if self._copies:
+            go_on(self.part, n, nodes, self._block[1], self._nodes[:nodes])
+        if nodes > 1 and self._block != shape:
+            self._widen(self._corner("tokens", self._block, n, nodes), shape)
+        return self._target_inputs(shape)
 
     def anchors(self, n: int, width: int) -> torch.Tensor:
         """The tokens of chains of one node, [n, 1], which have `width` columns in memory."""
         return self._corner("tokens", (n, width), n, 1)
 
-    def _begin(self, role: str, start: Array) -> dict[str, torch.Tensor]:
-        """The inputs about where a pass begins, in this memory."""
-        rows, starts, idle = self._runners[role].caches, start.tolist(), self._idle(role, len(start))
-        batch = len(starts + idle)
-        self._idles |= {(role, slot): start for slot, start in enumerate(idle, len(starts))}
-        numbers = {"start": starts + idle, **rows.bases(starts, len(idle))}
-        for name, values in numbers.items():
+    def _begin(self, role: str, start: Array) -> None:
+        """Write the inputs about where a pass begins, of a round that follows none."""
+        rows, starts, n = self._runners[role].caches, start.tolist(), len(start)
+        idle = self._idle(role, range(n, fitting(n, self.batches)))
+        for name, values in {"start": starts + idle, **rows.bases(starts, len(idle))}.items():
             self._write(f"{role}_{name}", values)
-        if (begun := self._starts.get((role, batch))) is None:
-            begun = {name: self.part(f"{role}_{name}", batch) for name in numbers}
-            self._starts[role, batch] = begun
-        return begun
 
-    def _idle(self, role: str, n: int) -> list[int]:
-        """Where a pass begins in the idle slots after n others: after the rows of tokens."""
+    def _places(self, role: str, batch: int) -> dict[str, torch.Tensor]:
+        """These inputs, in this memory."""
+        if (places := self._starts.get((role, batch))) is None:
+            names = ("start", *self._runners[role].caches.bases([]))
+            places = self._starts[role, batch] = {n: self.part(f"{role}_{n}", batch) for n in names}
+        return places
+
+    def _idle(self, role: str, slots: Iterable[int]) -> list[int]:
+        """Where a pass begins in slots without a request: after the rows of tokens."""
+        if role not in self._runners:
+            return [0 for _ in slots]
         rows = self._runners[role].caches
         # A drafter's pass writes a block of features and one of nodes. A row for attention's sink follows.
         written = 1 + self._most * (2 if role == "drafter" else 1)
-        slots = range(n, fitting(n, self.batches))
         return [min(rows.last(slot), min(self._capacity, rows.room(slot)) - written) for slot in slots]
 
     def _write(self, name: str, numbers: Array | Sequence[int]) -> None:
@@ -380,12 +442,15 @@ class RoundMemory:
         self._write(name, numbers.ravel())
         return self.part(name, *numbers.shape)
 
-    def _send(self, part: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Copy the inputs to the device, unless they are there."""
-        device, host = part
-        if (inputs := host.numpy().tobytes()) != self._sent:
-            self._sent = inputs
-            device.copy_(host, non_blocking=True)
+    def _send(self, part: slice) -> bool:
+        """Copy inputs to the device, unless they are there. Returns whether they were not."""
+        inputs = part, self._host[part].tobytes()
+        if inputs == self._sent:
+            return False
+        self._sent, (pinned, _) = inputs, next(self._sending)
+        pinned.numpy()[part] = self._host[part]
+        self._memory[part].copy_(pinned[part], non_blocking=True)
+        return True
 
 
 def _repeated(numbers: Array, batch: int, width: int | None = None) -> Array:

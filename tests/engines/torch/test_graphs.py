@@ -70,11 +70,14 @@ def test_rounds_that_start_ahead_move_the_rows_of_windows(tmp_path: Path, gpu: p
             llm = LLM(bundle.path, max_batch_size=4, prefill_chunk=32)  # three requests run as four
         with llm:
             pair = llm.runtime.pair
-            move, follow = pair.arrays._round.moved, pair.follow
-            gpu.setattr(
-                pair.arrays._round, "moved", lambda role, slot, f=move: moved.append(role) or f(role, slot)
-            )
-            gpu.setattr(pair, "follow", lambda active, n, f=follow: followed.append(n) or f(active, n))
+            follow = pair.follow
+            for role, runner in (("target", pair.target), ("drafter", pair.drafter.runner)):
+                for kind in runner.caches.kinds:
+                    drop = kind.pool.drop
+                    gpu.setattr(
+                        kind.pool, "drop", lambda *at, f=drop, role=role: moved.append(role) or f(*at)
+                    )
+            gpu.setattr(pair, "follow", lambda *given, f=follow: followed.append(1) or f(*given))
             asked = params(0.0, 60, 75, 90)
             found.append([c.token_ids for c in llm.generate(prompts()[:3], asked, block_length=4)])
             rounds = sum(llm.metrics._block_lengths)
