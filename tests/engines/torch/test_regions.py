@@ -87,6 +87,23 @@ def test_requests_that_share_little_memory_have_the_same_tokens(chains: Bundle) 
     assert found[0] == found[1]
 
 
+def test_256_requests_at_once_over_little_memory_have_their_own_tokens(chains: Bundle) -> None:
+    """Of mixed lengths, in 256 slots with memory for about 200 of them; rounds start ahead."""
+    rng, counts = random.Random(3), list[int]()
+    prompts = [[rng.randrange(3, 60) for _ in range(rng.choice([1, 2, 5, 12, 30]))] for _ in range(32)]
+    params = [SamplingParams(max_tokens=rng.randint(2, 9), ignore_eos=True) for _ in range(32)]
+    with LLM(chains.path, max_batch_size=1, threads=1, prefix_cache_bytes=0) as llm:
+        alone = [each.token_ids for each in llm.generate(prompts, params, speculate=False)]
+    memory = {"cache_tokens": 20_000, "max_batch_size": 256}
+    with LLM(chains.path, threads=1, prompt_delay=60, **memory) as llm:  # type: ignore[arg-type]
+        pair = llm.runtime.pair
+        verified, pair.arrays.asynchronous = pair.verified, True
+        pair.verified = lambda active, *given: counts.append(len(active)) or verified(active, *given)  # type: ignore
+        found = llm.generate(8 * prompts, 8 * params, block_length=3)
+    assert [each.token_ids for each in found] == 8 * alone
+    assert 150 < max(counts) < 256
+
+
 def test_a_kept_prefix_is_found_while_memory_is_free(chains: Bundle) -> None:
     """Whatever number of requests came in between. Then it gives way to them, also while a request that began with its
     rows runs. Answers are those without reuse.
