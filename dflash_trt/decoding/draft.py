@@ -59,11 +59,11 @@ class Draft:
     copied: dict[int, set[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     replaced: dict[int, list[int]] = field(default_factory=dict)
+    nodes: int = field(init=False)  # N, including the anchor
+    _rows: list[list[int]] | None = field(init=False, default=None)
 
-    @property
-    def nodes(self) -> int:
-        """N, including the anchor."""
-        return int(self.tokens.shape[1])
+    def __post_init__(self) -> None:
+        self.nodes = int(self.tokens.shape[1])
 
     @property
     def at_hand(self) -> bool:
@@ -83,9 +83,10 @@ class Draft:
         return request.most_nodes(min(self.nodes, self.lengths.get(slot, self.nodes)))
 
     def tokens_of(self, slot: int) -> list[int]:
-        """The tokens of one request's nodes."""
-        tokens: list[int] = np.asarray(self.tokens[slot]).tolist()
-        return tokens
+        """The tokens of one request's nodes, once they are verified."""
+        if self._rows is None:
+            self._rows = np.asarray(self.tokens).tolist()
+        return self._rows[slot]
 
     def parents_of(self, slot: int) -> list[int] | None:
         """The parents of one request's nodes; None for a chain."""

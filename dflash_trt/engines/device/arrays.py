@@ -89,6 +89,7 @@ class DeviceArrays:
         self._places: Sequence[int] | None = ()
         self._read_places: Sequence[int] | None = ()
         self._kept: Array = np.zeros((0, 0), bool)
+        self._kept_all = False
         # Other rows of the target's last pass that the drafter shall read, and the waiting rows that they shall be, as
         # rows of all slots.
         self._committed: list[tuple[int, int]] = []
@@ -324,11 +325,12 @@ class DeviceArrays:
             if isinstance(draft.tokens, DeviceArray):
                 draft.tokens.read(landing.read("tokens", n, width)[:, :length])
             self._read_places, self._kept = places, finite if chains else finite[:, :0]
+            self._kept_all = sound = _all(finite)
             return Verified(
                 landing.read("accepted", n),
                 landing.read("next_token", n),
                 decided=decided,
-                finite=None if _all(finite) else finite != 0,
+                finite=None if sound else finite != 0,
                 logits=rows,
                 drafts_finite=[True] * n if _all(drafts) else [bool(row.all()) for row in drafts],
                 logprobs=self._round.told(landing, told, n, width, self._logprobs.top),
@@ -446,8 +448,8 @@ class DeviceArrays:
     def add_unread(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
         count = len(nodes)
         chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_unread
-        there = self._read_places is None or self._read_places[slot : slot + 1] == [at]
-        if not chain or not there or not _all(self._kept[slot, :count]):
+        there = self._read_places is None or (slot < len(self._read_places) and self._read_places[slot] == at)
+        if not chain or not there or not (self._kept_all or _all(self._kept[slot, :count])):
             first, place = slot * self._features.shape[1], slot * self.most_unread + at
             self._committed += [(first + node, place + i) for i, node in enumerate(nodes)]
 
