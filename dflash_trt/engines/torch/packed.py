@@ -78,10 +78,11 @@ def _tile(
             torch.equal(ours.widen(tried.one(i), dtype, run), dense[j]) for j, i in enumerate(experts)
         ):
             raise BuildError("it widens a weight to other numbers")
+        most, longest = _random(max(ROWS[-1] * form.experts // 4, ROWS[-1]), packed, dtype), None
         for rows in tile.tokens[::-1]:
             # So many rows of each that a step has `rows`.
             count = max(rows * form.experts // 4, 1) if form.experts else rows
-            x = _random(count, packed, dtype)
+            x = most[:count].contiguous()
             # A head's weight would take gigabytes in float32.
             parts = [part for weight in dense for part in weight.split(_OUTPUTS)]
             exact = torch.cat([F.linear(x.float(), part.float()) for part in parts], 0 if form.experts else 1)
@@ -89,6 +90,10 @@ def _tile(
                 chosen = torch.tensor(experts, device=x.device).repeat_interleave(count)
                 _, _, order, groups = layers.route(F.one_hot(chosen, form.experts).float(), 1, run)
                 y = ours.experts_product(x.repeat(len(experts), 1), tried, order, groups, run)
+                of_each = y.view(len(experts), count, -1)
+                longest = of_each if longest is None else longest
+                if not torch.equal(of_each, longest[:, :count]):
+                    raise BuildError("a row has other bits among other numbers of rows")
             else:
                 # Formats that round inputs have a factor for each row.
                 ones = torch.ones(rows, 1, device=x.device) if form.codes in ("e4m3", "e2m1") else None

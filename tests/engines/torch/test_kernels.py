@@ -85,6 +85,21 @@ def test_a_tile_whose_rows_depend_on_their_number_is_not_used(monkeypatch: pytes
     assert layer.missing == {"products", "products in float32"}
 
 
+def test_so_is_one_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, layer = packed.experts_product, kernels.LayerKernels(by_triton)
+    stored, wide = random_weight(packed.Packing(32, 128, "int4", "bf16", group=32, experts=5))
+    dense = wide.to(torch.bfloat16)
+
+    def by_tokens(x: torch.Tensor, weight: packed.PackedWeight, *given: Any) -> Any:
+        few = weight.tile.tokens_of(-(-2 * len(x) // 5)) < packed.ROWS[-1]
+        return right(x, weight, *given) * (1 + few / 128)
+
+    monkeypatch.setattr(packed, "experts_product", by_tokens)
+    tile = _tile(layer, stored, dense.dtype, lambda expert: dense[expert])
+    assert tile is not None
+    assert tile.tokens == packed.ROWS[-1:]
+
+
 def made(weight: torch.Tensor) -> packed.PackedWeight:
     found = plain(weight)
     assert isinstance(found, packed.PackedWeight)
