@@ -40,7 +40,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--pair", default="qwen3-8b" if GPU else "qwen3-4b")
     parser.add_argument("--layers", type=at_least(1), default=36 if GPU else 1)
-    parser.add_argument("--tokens", type=at_least(2), default=64 if GPU else 4)
+    parser.add_argument("--tokens", type=at_least(2), default=64 if GPU else 2)
     parser.add_argument("--requests", type=list_of(at_least(1)), default=[1, 32] if GPU else [1, 2])
     args = parser.parse_args()
     found = []

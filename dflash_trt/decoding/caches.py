@@ -33,8 +33,8 @@ class Snapshot:
 class Caches(Protocol):
     """The caches of one runner. A length argument must be one of the slot's `cut_lengths`.
 
-    kept_slots: slots after those that passes work on, for rows of ended requests. They share the memory of the others,
-        and can be cut to every length.
+    kept_slots: slots after those that passes work on, for rows of ended requests. They share the memory of the others.
+        Windows and states are not part of them: there they can be cut to the lengths that `mark` gave.
     """
 
     kept_slots: int
@@ -60,6 +60,18 @@ class Caches(Protocol):
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""
+
+    def mark(self, slot: int, length: int, shortest: int) -> None:
+        """Copy what lengths from `shortest` to `length`, the slot's own, need of windows and states. A few such copies
+        go with the slot. Raises MemoryError if there is no memory.
+        """
+
+    def adopt(self, source: int, target: int) -> None:
+        """Give a slot the copies of another one, whose tokens are the beginning of its own."""
+
+    @property
+    def marked_bytes(self) -> int:
+        """Memory of all such copies."""
 
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         """Copy positions start .. stop-1 out of a slot, to restore lengths from `shortest` on.

@@ -270,6 +270,10 @@ class Drafter:
             self.arrays.copy_unread(source, target, length - seen)
             self.unread[target] = length - seen
 
+    def mark(self, slot: int, length: int, shortest: int) -> None:
+        seen = min(self.seen[slot], length)
+        self.caches.mark(slot, seen, min(shortest, seen))
+
     def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         seen = self.seen[slot]
         if stop <= seen:

@@ -303,6 +303,23 @@ class Pair:
         for caches in self._caches(draft):
             caches.copy(source, target, length)
 
+    def mark(self, slot: int, length: int, shortest: int, *, draft: bool) -> None:
+        """Let a slot be cut to lengths from `shortest` to its own also after it has gone on, or has moved to a further
+        slot. Raises MemoryError if there is no memory.
+        """
+        for caches in self._caches(draft):
+            caches.mark(slot, length, max(shortest, 1))
+
+    def adopt(self, source: int, target: int) -> None:
+        """Let a slot also be cut as another one, whose tokens are the beginning of its own."""
+        for caches in self._both():
+            caches.adopt(source, target)
+
+    @property
+    def marked_bytes(self) -> int:
+        """Memory of what `mark` copied."""
+        return sum(caches.marked_bytes for caches in self._both())
+
     def kept_bytes(self, length: int, *, draft: bool) -> int:
         """The most bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.prefixes import PAGE, Page, Prefixes, Tree, common, longest
 from dflash_trt.decoding.request import Request
+
+# So many kept prefixes before and after a prompt, in the order of their tokens, are looked at. Of those with windows or
+# states, the nearest one may be cut to no length that the prompt shares.
+_NEAR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,8 @@ class Reuse:
 
 class Slots:
     """Rows of ended requests: in slots until overwritten, and kept copies. Where slots share memory (`kept_slots`),
-    there are no copies: the rows move to further slots, for as long as their memory is not needed.
+    there are copies of windows and states alone: the rows move to further slots, for as long as their memory is not
+    needed.
 
     `prefix_cache_bytes` limits the copies. With 0 nothing is reused, not even from slots.
     """
@@ -71,7 +77,7 @@ class Slots:
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
         self.left: dict[int, CachedPrefix] = {}  # by slot; what was used last comes last
-        self.reuses = prefix_cache_bytes > 0
+        self.reuses, self._most_marked = prefix_cache_bytes > 0, prefix_cache_bytes
         self.prefixes = Prefixes(pair, 0 if pair.kept_slots else prefix_cache_bytes, page)
         self._free = list(range(pair.slots, pair.slots + pair.kept_slots))
         self._sorted: dict[Tree, list[tuple[tuple[int, ...], int]]] = {}  # tokens and slot of what was moved
@@ -124,7 +130,7 @@ class Slots:
         for tree in [(salt, True), *([] if draft else [(salt, False)])]:
             order = self._sorted.get(tree, [])
             place = bisect_left(order, (tokens, 0))
-            found |= {at: self.left[at] for _, at in order[max(place - 1, 0) : place + 1]}
+            found |= {at: self.left[at] for _, at in order[max(place - _NEAR, 0) : place + _NEAR]}
         return found
 
     def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
@@ -155,6 +161,7 @@ class Slots:
         self._ended[ended.slot] = 0
         if not self._free:
             return
+        self._mark(ended)
         at = self._free.pop()
         self.pair.move(ended.slot, at, ended.committed, draft=ended.takes_drafter)
         ended.slot, self._ended[at] = at, 0
@@ -162,9 +169,13 @@ class Slots:
         tokens = prefix.tokens
         order = self._sorted.setdefault(prefix.tree, [])
         place = bisect_left(order, (tokens, 0))
-        if not tokens or (place < len(order) and order[place][0][: len(tokens)] == tokens):
+        if not (tokens and prefix.target) or (
+            place < len(order) and order[place][0][: len(tokens)] == tokens
+        ):
             return
         while place and (before := order[place - 1])[0] == tokens[: len(before[0])]:
+            self.pair.adopt(before[1], at)
+            prefix = self.prefix_of(ended)
             self._remove(before[1])
             place -= 1
         order.insert(place, (tokens, at))
@@ -174,6 +185,15 @@ class Slots:
         counts.bytes += size
         counts.kept_tokens += prefix.count
         counts.kept_bytes += size
+
+    def _mark(self, request: Request) -> None:
+        """Let the slot of a request be cut to its length, or less than a page before it, once it has moved."""
+        if self.pair.marked_bytes >= self._most_marked:  # by requests in flight, too
+            return
+        with suppress(MemoryError):  # then it cannot be cut there
+            self._caught_up(request)
+            most = request.committed
+            self.pair.mark(request.slot, most, most - PAGE + 1, draft=request.takes_drafter)
 
     def _bytes(self, prefix: CachedPrefix) -> int:
         return self.pair.kept_bytes(prefix.count, draft=prefix.tree[1])
@@ -209,7 +229,10 @@ class Slots:
 
     def _settle(self) -> None:
         """Free the memory that ended requests do not keep, and further slots for those that end next."""
-        while self._ended:
+        shares = self.pair.kept_slots > 0
+        while self._ended or (shares and self.left and self.pair.marked_bytes > self._most_marked):
+            if not self._ended:
+                self.drop(next(iter(self.left)))
             slot, count = self._ended.popitem()
             self.pair.release(slot, count)
             if slot >= self.pair.slots and not count:
@@ -223,25 +246,30 @@ class Slots:
             return
         later = self.pair.cut_lengths(request.slot, len(request.prompt), draft=request.takes_drafter)
         if any(lengths and lengths[0] > 1 for lengths in later):
-            self._keep(request)
+            (self._mark if self.pair.kept_slots else self._keep)(request)
 
-    def _keep(self, request: Request) -> CachedPrefix:
-        """Keep a copy of a slot's content. Returns what the slot holds."""
+    def _caught_up(self, request: Request) -> CachedPrefix:
+        """What a request's slot holds, in both models' caches if it can be. Raises MemoryError if the drafter's pass
+        finds no memory.
+        """
         prefix = self.prefix_of(request)
-        if not (most := prefix.count):
-            return prefix
-        both = prefix.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
-        if not both and request.takes_drafter:
-            try:
-                finite = self.pair.drafter.catch_up(request.slot)
-            except MemoryError:  # for its pass, and so for no copy either
-                return prefix
-            if not finite:
+        if prefix.count and request.takes_drafter and not prefix.longest(prefix.count, draft=True):
+            if not self.pair.drafter.catch_up(request.slot):
                 request.takes_drafter = False
                 self.pair.drafter.clear(request.slot)
             prefix = self.prefix_of(request)
-            both = prefix.longest(most, draft=True)
+        return prefix
+
+    def _keep(self, request: Request) -> CachedPrefix:
+        """Keep a copy of a slot's content. Returns what the slot holds."""
+        try:
+            prefix = self._caught_up(request)
+        except MemoryError:  # and so for no copy either
+            return self.prefix_of(request)
+        if not (most := prefix.count):
+            return prefix
+        both = prefix.longest(most, draft=True)
         length = both or prefix.longest(most, draft=False)
         tokens = [*request.prompt[:length], *request.output[: max(0, length - len(request.prompt))]]
         self.prefixes.keep(request.slot, tokens, draft=both > 0, salt=request.options.cache_salt)

@@ -136,6 +136,8 @@ class States(Protocol):
         """Set a slot's pending rows to 0 from this one on; with None, all of its states."""
 
 
+# Of a slot; a long prompt has one for each of its passes.
+_MOST_MARKS = 4
 P = TypeVar("P", bound=RowPool)
 S = TypeVar("S", bound=States)
 
@@ -190,6 +192,9 @@ class SlotCaches(Generic[P, S]):
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int, states: S | None = None) -> None:
         self.slots, self.states = slots, states
         self.kinds = [_RowsOfKind(kind, pool, pool.records) for kind, pool in pools]
+        # Of each slot, what `mark` copied, at ascending lengths. Of further slots, they alone have windows and states.
+        self._marks: dict[int, list[Snapshot]] = {}
+        self._marking = states is not None or any(group.kind.window is not None for group in self.kinds)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -225,20 +230,27 @@ class SlotCaches(Generic[P, S]):
         rows = [(group.pool, length - group.kind.base(length)) for group in self.kinds]
         return all(pool.reserve(slot, count + self.margin) for pool, count in rows)
 
+    def _of(self, slot: int) -> Sequence[_RowsOfKind[P]]:
+        """The kinds that have rows of this slot."""
+        return [group for group in self.kinds if slot < len(group.records)]
+
     def release(self, slot: int, length: int = 0) -> None:
-        for group in self.kinds:
+        if not length:
+            self._marks.pop(slot, None)
+        for group in self._of(slot):
             held = group.records[slot]
             group.pool.release(slot, max(0, length - held.base))
             if not length:
                 held.base = held.first = held.last = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        for group in self.kinds:
+        self._marks[target] = self._marks.pop(source, [])
+        for group in self._of(target):
             origin, held = group.records[source], group.records[target]
             group.pool.move(source, target, max(0, length - origin.base))
             held.base, held.first, held.last = origin.base, origin.first, length
             origin.base = origin.first = origin.last = 0
-        if self.states is not None:
+        if self.states is not None and target < self.slots:
             self.states.copy(source, target)
 
     def holds(self, slot: int, stop: int) -> bool:
@@ -263,7 +275,10 @@ class SlotCaches(Generic[P, S]):
             if group.kind.window is not None
         }
 
-    def cut_lengths(self, slot: int, length: int) -> range:
+    def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
+        if slot >= self.slots and self._marking:
+            marked = {n for mark in self._marks.get(slot, ()) for n in mark.lengths}
+            return sorted(n for n in marked if n <= length)
         first = [max(group.kind.base(length), group.records[slot].first) for group in self.kinds]
         shortest = [group.kind.shortest(at) for group, at in zip(self.kinds, first, strict=True)]
         if self.states is not None:
@@ -271,21 +286,54 @@ class SlotCaches(Generic[P, S]):
         return range(max(shortest), length + 1)
 
     def kept_bytes(self, length: int) -> int:
+        if self.kept_slots:  # of which windows and states are no part
+            return length * sum([group.pool.row_bytes for group in self.kinds if group.kind.window is None])
         states = 0 if self.states is None else self.states.state_bytes
         return length * sum([group.pool.row_bytes for group in self.kinds]) + states
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for group in self.kinds:
+        self._marks.pop(target, None)
+        marked = source >= self.slots and self._marking and length > 0
+        marks = [next(mark for mark in self._marks[source] if length in mark.lengths)] if marked else []
+        for i, group in enumerate(self.kinds):
+            if source >= len(group.records):
+                self._restore(i, target, marks, length)
+                continue
             origin, held = group.records[source], group.records[target]
             group.pool.copy(source, target, max(0, length - origin.base))
             held.base, held.first, held.last = origin.base, origin.first, length
-        if self.states is not None:
+        if self.states is not None and source < self.slots:
             self.states.copy(source, target)
+        elif self.states is not None and marks:
+            self.states.put(target, marks[0].data.states)
 
-    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
-        """The states are with the rows that end at their position, or at a pending row."""
+    def mark(self, slot: int, length: int, shortest: int) -> None:
+        if not (self._marking and length):
+            return
+        mark = self.keep(slot, 0, length, shortest, marking=True)
+        if len(mark.lengths):  # beyond the most, the last one gives way
+            shorter = [each for each in self._marks.get(slot, ()) if each.stop < length]
+            self._marks[slot] = [*shorter[: _MOST_MARKS - 1], mark]
+
+    @property
+    def marked_bytes(self) -> int:
+        return sum(mark.size for marks in self._marks.values() for mark in marks)
+
+    def adopt(self, source: int, target: int) -> None:
+        if marks := self._marks.get(source):
+            others = self._marks.get(target, [])
+            shorter = [mark for mark in marks if not others or mark.stop < others[0].stop]
+            self._marks[target] = (shorter + others)[-_MOST_MARKS:]
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int, *, marking: bool = False) -> Snapshot:
+        """The states are with the rows that end at their position, or at a pending row. marking: without the rows of
+        layers that keep all.
+        """
         copies, least, size = [], start + 1, 0
         for group in self.kinds:
+            if marking and group.kind.window is None:
+                copies.append(_KeptRows(stop, []))
+                continue
             held, first = group.records[slot], self._first(group, slot, start, stop, shortest)
             needed = max(group.kind.first(shortest), held.first)
             assert first == stop or held.base <= held.first <= first < stop <= held.last, (start, stop, held)
@@ -326,20 +374,25 @@ class SlotCaches(Generic[P, S]):
         return min(max(start, group.kind.first(shortest), group.records[slot].first), stop)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        for i, group in enumerate(self.kinds):
-            held = group.records[slot]
-            held.base = held.first = group.kind.base(length)
-            held.last = length
-            for snapshot in kept:
-                copy: _KeptRows = snapshot.data.rows[i]
-                if copy.first > snapshot.start:
-                    held.first = max(held.base, copy.first)
-                first, stop = max(copy.first, held.base), min(snapshot.stop, length)
-                if first < stop:
-                    part = slice(first - copy.first, stop - copy.first)
-                    group.pool.write([rows[..., part, :] for rows in copy.rows], slot, first - held.base)
+        for i in range(len(self.kinds)):
+            self._restore(i, slot, kept, length)
         if self.states is not None:
             self.states.put(slot, kept[-1].data.states)
+
+    def _restore(self, kind: int, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+        """Give a slot the rows of one kind."""
+        group = self.kinds[kind]
+        held = group.records[slot]
+        held.base = held.first = group.kind.base(length)
+        held.last = length
+        for snapshot in kept:
+            copy: _KeptRows = snapshot.data.rows[kind]
+            if copy.first > snapshot.start:
+                held.first = max(held.base, copy.first)
+            first, stop = max(copy.first, held.base), min(snapshot.stop, length)
+            if first < stop:
+                part = slice(first - copy.first, stop - copy.first)
+                group.pool.write([rows[..., part, :] for rows in copy.rows], slot, first - held.base)
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Rows alone: targets with states verify chains, whose rows lie in order."""
@@ -347,6 +400,8 @@ class SlotCaches(Generic[P, S]):
             group.pool.compact(slot, start - group.records[slot].base, nodes)
 
     def clear(self, slot: int, first: int = 0) -> None:
+        if not first:
+            self._marks.pop(slot, None)
         for group in self.kinds:
             held = group.records[slot]
             group.pool.clear(slot, max(0, first - held.base))

@@ -229,7 +229,7 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     """Prompts with common beginnings, next turns of chats, with and without drafts. Pages come and go all the time, or
     rows of ended requests where these have slots.
     """
-    further = further if target is FakeTarget else 0
+    further = 0 if target is StateTarget else further
     pool, lengths = Pool(batch, batch, kept=kept, target=target, further=further), AnyLengths(seed)
     for engine in (pool.target, pool.drafter):
         engine.memory = (batch * pool.pair.capacity + 2 * kept) if further else None

@@ -83,7 +83,7 @@ def decided(feeds: Mapping[str, Array], logits: Array, features: Array) -> dict[
 
 
 class FakeEngine:
-    kept_slots = 0
+    kept_slots = marked_bytes = 0
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.cache = np.full((slots, capacity), POISON)
@@ -121,6 +121,12 @@ class FakeEngine:
     def share(self, memory: int | None, kept_slots: int) -> None:
         """Let slots share so many rows, the last of them for ended requests."""
         self.memory, self.kept_slots = memory, kept_slots
+
+    def mark(self, slot: int, length: int, shortest: int) -> None:
+        """All rows move with a slot."""
+
+    def adopt(self, source: int, target: int) -> None:
+        """As above."""
 
     def cut_lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(1, length + 1)

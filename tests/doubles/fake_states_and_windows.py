@@ -132,8 +132,37 @@ class WindowTarget(FakeTarget):
     def __init__(self, slots: int, capacity: int) -> None:
         super().__init__(slots, capacity)
         rows = rows_by_window([self.window], self.stride, capacity, self.most)[self.window]
-        kind = CacheKind(window=self.window, stride=self.stride, rows=rows, row_bytes=ROW_BYTES, layers=(0,))
-        self.rows: SlotCaches[Any, Any] = SlotCaches([(kind, _RowPool(slots, rows))], slots)
+        self.kind = CacheKind(
+            window=self.window, stride=self.stride, rows=rows, row_bytes=ROW_BYTES, layers=(0,)
+        )
+        self.share(None, 0)
+
+    def share(self, memory: int | None, kept_slots: int) -> None:
+        super().share(memory, kept_slots)
+        slots = len(self.cache) - kept_slots
+        pool = _RowPool(slots, self.kind.rows)
+        self.rows: SlotCaches[Any, Any] = SlotCaches([(self.kind, pool)], slots)
+        self.rows.kept_slots = kept_slots
+
+    def mark(self, slot: int, length: int, shortest: int) -> None:
+        self.rows.mark(slot, length, shortest)
+
+    def adopt(self, source: int, target: int) -> None:
+        self.rows.adopt(source, target)
+
+    @property
+    def marked_bytes(self) -> int:  # type: ignore[override]
+        return self.rows.marked_bytes
+
+    def move(self, source: int, target: int, length: int) -> None:
+        super().copy(source, target, length)
+        self.rows.move(source, target, length)
+        self.reserved[target] = self.reserved[source]
+        self.release(source)
+
+    def release(self, slot: int, length: int = 0) -> None:
+        super().release(slot, length)
+        self.rows.release(slot, length)
 
     def total(self, slot: int, length: int) -> int:
         if self.moves_rows:
@@ -142,6 +171,8 @@ class WindowTarget(FakeTarget):
         return super().total(slot, length)
 
     def check_window(self, slot: int, length: int) -> None:
+        if slot >= self.rows.slots:
+            return
         (kind,) = self.rows.kinds
         first, base = kind.kind.first(length), kind.records[slot].base
         assert base <= first
@@ -185,7 +216,8 @@ class WindowTarget(FakeTarget):
 
     def clear(self, slot: int, first: int = 0) -> None:
         super().clear(slot, first)
-        self.rows.clear(slot, first)
+        if slot < self.rows.slots:
+            self.rows.clear(slot, first)
 
     def holds(self, slot: int, history: Sequence[int]) -> bool:
         self.check_window(slot, len(history))

@@ -368,7 +368,8 @@ class DeviceCaches(SlotCaches[DevicePool, DeviceStates]):
         pools: list[DevicePool] = [DevicePool(part, stream, slots) for part in parts]
         if most:
             pools = [
-                Regions(part, stream, slots, n, spare, kept) for part, n in zip(parts, most, strict=True)
+                Regions(part, stream, slots, n, spare, 0 if kind.window else kept)
+                for kind, part, n in zip(kinds, parts, most, strict=True)
             ]
             self.margin, self.kept_slots = spare + _PADDED, kept
         super().__init__(list(zip(kinds, pools, strict=True)), slots, states)

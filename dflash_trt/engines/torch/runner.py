@@ -74,14 +74,13 @@ class TorchRunner(DeviceRunner):
                 states[name] = shape, signature.dtype
         held = {*caches, *states}
         kinds, spare = kinds or (whole(0),), -(-(2 * block_size + 1) // UNIT) * UNIT
-        shares = self._regions and tokens is not None
-        kept = slots + KEPT if shares and not states and all(kind.window is None for kind in kinds) else 0
+        kept = slots + KEPT if self._regions and tokens is not None else 0
         self._caches, most = dict[str, Tensor](), list[int]()
         for kind, names in zip(kinds, by_kind(kinds, caches), strict=True):
             rows = max([caches[name][0][1] for name in names], default=0)
             most.append(rows)
             total = slots * rows
-            if kept or (tokens is not None and kind.window is None and spare + tokens < total):
+            if kind.window is None and kept:
                 total = spare + max(tokens or 0, rows)
             for name in names:
                 (heads, rows, size), dtype = caches[name]

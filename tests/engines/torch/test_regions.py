@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.device.caches import DeviceCaches, Regions
 from dflash_trt.engines.device.sizes import DECODE
 from dflash_trt.engines.device.stream import HostStream
+from tests.doubles.two_engines import FLOAT32
+from tests.engines.torch.test_pairs import PAIRS
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,3 +140,39 @@ def test_a_kept_prefix_is_found_while_memory_is_free(chains: Bundle) -> None:
         assert [each.token_ids for each in found] == expected[1:]
         assert counts.dropped_tokens > 0
         assert llm.generate([shared], params)[0].token_ids == expected[0]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss, trees", "qwen3-next"])
+def test_a_kept_prefix_of_windows_or_states_is_in_the_shared_memory(name: str, tmp_path: Path) -> None:
+    """Only they are copied, at the ends of a prompt and of its answer: a next turn goes on from either. Memory for
+    copies is limited. Answers are those without reuse.
+    """
+    make, fields, make_draft, drafter_fields, options = PAIRS[name]
+    target = make(tmp_path / "target", **fields)
+    drafter = make_draft(tmp_path / "drafter", target, **drafter_fields)
+    options |= {"engine": "torch", "precision": FLOAT32, "max_seq_len": 200}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **options)
+    rng, params = random.Random(2), SamplingParams(max_tokens=20, ignore_eos=True)
+    texts = [[rng.randrange(3, 60) for _ in range(40 + i)] for i in range(6)]
+    with LLM(bundle.path, max_batch_size=2, threads=1, prefix_cache_bytes=0) as llm:
+        answers = [list(each.token_ids) for each in llm.generate(texts, params)]
+        asked = [[*texts[0], *answers[0], 7, 8], [*texts[1], 9, 9]]
+        expected = [each.token_ids for each in llm.generate(asked, params)]
+    for limit in (1 << 28, 1):
+        limits = {"cache_tokens": 900, "prefix_cache_bytes": limit}
+        with LLM(bundle.path, max_batch_size=2, threads=1, **limits) as llm:
+            slots, pair = llm.runtime.scheduler.slots, llm.runtime.pair
+            found = llm.generate(texts, params) + llm.generate(asked, params)
+            assert [list(each.token_ids) for each in found[:6]] == answers
+            assert [each.token_ids for each in found[6:]] == expected
+            whole, cut = (each.statistics.num_cached_tokens for each in found[6:])
+            if limit == 1:
+                assert len(slots.left) <= 1
+                continue
+            assert len(texts[0]) < whole <= len(asked[0]) - 2
+            assert cut == len(texts[1])
+            # The next turn has taken the place of the one before, and all other rows are there.
+            assert len(slots.left) == len(texts) + 1
+            assert sum(left.count for left in slots.left.values()) < pair.tokens
+            llm.generate([[5, 6]], params)
+            assert 0 < pair.marked_bytes <= limit
