@@ -124,7 +124,8 @@ def measure(count: int, args: Any, *, ahead: bool) -> list[float]:
         scheduler.submit(request(prompt(length, i), SamplingParams(max_tokens=args.tokens)))
     while scheduler.filling or scheduler.waiting:
         scheduler.step(lengths)
-    begin = times.end = times.now()
+    begin = times.now()
+    times.end = max(times.end, begin)  # of a round that runs
     times.idle, rounds, pool.followed = 0.0, sum(scheduler.metrics._block_lengths), 0
     while not scheduler.idle:
         tokens += sum(len(emission.token_ids) for emission in scheduler.step(lengths))

@@ -319,8 +319,9 @@ class Scheduler:
     def _look_up(self, launched: _Launched, wanted: Draft) -> _Launched:
         """Let the texts that were wanted in the place of drafts go on, after a round that has not ended."""
         launched.steady &= wanted.copied.keys() == wanted.replaced.keys()
-        for slot in wanted.replaced if launched.steady else ():
-            launched.texts[slot] = launched.active[slot].copied(2 * launched.draft.nodes - 1)[0]
+        most = 2 * launched.draft.nodes - 1
+        texts = {s: launched.active[s].copied(most)[0] for s in wanted.replaced if launched.steady}
+        launched.texts = {slot: text for slot, text in texts.items() if len(text) == most}
         return launched
 
     def _room(self, active: Sequence[Request], lengths: Lengths) -> tuple[list[int], int, int]:

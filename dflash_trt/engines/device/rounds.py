@@ -72,18 +72,22 @@ class RoundMemory:
         self.sampling = {name: self._device_parts[name] for name in SAMPLING}
 
     def _inputs(self, slots: int, block_size: int) -> Sizes:
-        per_slot = [*NEXT, *(f"given_{name}" for name in NEXT), "known", "limits", "reads"]
-        per_slot += [
+        """What a round sends that follows another, from `texts` or from `known` on; and from `block` on, what others
+        send, which end with `NEXT`.
+        """
+        rows = slots * block_size
+        sizes: Sizes = {"texts": (2 * rows, torch.int64)}
+        given = "known", *(f"given_{name}" for name in NEXT), "limits", "reads"
+        sizes |= dict.fromkeys(given, (slots, torch.int64))
+        sizes |= dict.fromkeys(("block", "committed", "waiting"), (rows, torch.int64))
+        bases = [
             f"{role}_{name}" for role, runner in self._runners.items() for name in runner.caches.bases([])
         ]
-        rows = slots * block_size
-        sizes = dict.fromkeys(per_slot, (slots, torch.int64))
-        sizes |= dict.fromkeys(("block", "committed", "waiting"), (rows, torch.int64))
-        sizes["texts"] = 2 * rows, torch.int64
+        sizes |= dict.fromkeys(bases, (slots, torch.int64))
         sizes |= {name: (slots, dtype) for name, dtype in SAMPLING.items()}
         if self._tree_width > 1:
             sizes |= {"depths": (rows, torch.int64), "visible": (rows * block_size, torch.bool)}
-        return sizes
+        return sizes | dict.fromkeys(NEXT, (slots, torch.int64))
 
     def _outputs(self, slots: int, block_size: int) -> Sizes:
         return {
@@ -118,9 +122,11 @@ class RoundMemory:
 
         host = torch.zeros(after, dtype=torch.uint8)
         self._host = host.numpy()
-        # What a round sends: all inputs, perhaps with tokens; and what the host gives of one that follows another.
-        self._upload, self._upload_tokens = slice(first), slice(after)
-        self._given_part = slice(offsets[f"given_{NEXT[0]}"], first)
+        # What a round sends: its inputs, perhaps with tokens; and what the host gives of one that follows another,
+        # without texts or with them.
+        begin = offsets["block"]
+        self._upload, self._upload_tokens = slice(begin, first), slice(begin, after)
+        self._given_parts = [slice(offsets[name], offsets[NEXT[0]]) for name in ("known", "texts")]
         self._results = memory[first : offsets["row_logprobs"]], memory[first:]
         landings = [pinned(end - first) for _ in range(2)]
         self._device_parts = parts(memory, sizes)
@@ -128,10 +134,12 @@ class RoundMemory:
         # A round sends three times at most, and the next one once, before the host has waited for it.
         sending = [pinned(after) for _ in range(4)]
         self._sending = cycle((held, parts(held, ["tokens"])["tokens"]) for held in sending)
-        step = offsets[NEXT[1]] - offsets[NEXT[0]]
-        after_known, numbers = offsets["known"] + step, memory[: offsets["known"]].view(torch.int64)
-        self._next, self._given_next = numbers.view(2, len(NEXT), step // 8)
-        self._known = memory[offsets["known"] : after_known].view(torch.int64)
+        given = offsets[f"given_{NEXT[0]}"]
+        self._known = memory[offsets["known"] : given].view(torch.int64)
+        self._given_next, self._next = (
+            memory[part].view(torch.int64).view(len(NEXT), -1)
+            for part in (slice(given, offsets["limits"]), slice(offsets[NEXT[0]], first))
+        )
         self._landings = cycle(
             Landing(
                 landing, {n: part.numpy() for n, part in parts(landing, outputs, first).items()}, self._stream
@@ -386,7 +394,7 @@ class RoundMemory:
         if (n, nodes) != self._asked:
             self._put_chains(batch, width)
         self._asked, self._block, self.landing = (n, nodes), (batch, self._block[1]), None
-        sent = self._send(self._given_part)
+        sent = self._send(self._given_parts[self._copies])
         next_round(self.part, n, nodes, width)
         if sent or not all(limits):
             torch.addcmul(self._given_next, self._next, self._known, out=self._next)
