@@ -81,7 +81,7 @@ def attention() -> Iterator[Launched]:
         for order in (tiles[1:3] + tiles[:1] + tiles[3:], tiles[3:] + tiles[2::-1]):
             options: dict[str, Any] = {"tree": kind == 3, "region": kind < 3}
             options |= {"windowed": kind == 1, "fp8": kind == 2}
-            yield Launched([uses.attend(8, 8, head, "bf16", tile, **options) for tile in order])
+            yield Launched([uses.attend(8, 8, head, "bf16", tile, **options) for tile in order], 72)
 
 
 def products() -> Iterator[Launched]:

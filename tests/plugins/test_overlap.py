@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dflash_plugins import compiled, packed
-from dflash_plugins.kernel_specs import gate
+from dflash_plugins.kernel_specs import attend, attention_tiles, gate
 
 from dflash_trt.engines.device import kernels
 from dflash_trt.errors import BuildError
@@ -96,10 +96,13 @@ def test_products_ask_for_the_shared_memory_that_every_gpu_has(monkeypatch: pyte
         kernels.compile_here(product)
 
 
-def test_a_product_that_spills_is_left_to_a_smaller_tile() -> None:
+def test_a_tile_that_spills_is_left_to_a_smaller_one() -> None:
+    """But for the smallest, so that a kernel of ours is left."""
     form = packed.Packing(256, 256, "int4", "bf16", group=32)
-    large, small = (packed.product_use(form, "bf16", 64, tile, biased=False) for tile in form.tiles[:2])
+    products = [packed.product_use(form, "bf16", 64, tile, biased=False) for tile in form.tiles[:2]]
+    few, many = (attend(1, 1, 128, "bf16", tile, tree=False) for tile in attention_tiles(128)[:2])
     spilled = replace(KERNEL, ptx=PTX + "st.global", spill_bytes=112)
-    assert "spills 112 bytes" in str(kernels.unfit(large, spilled))
-    assert kernels.unfit(small, spilled) is None
-    assert kernels.unfit(large, replace(spilled, spill_bytes=24)) is None
+    for large, small in (products, (many, few)):
+        assert "spills 112 bytes" in str(kernels.unfit(large, spilled))
+        assert kernels.unfit(small, spilled) is None
+        assert kernels.unfit(large, replace(spilled, spill_bytes=24)) is None

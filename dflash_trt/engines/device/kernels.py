@@ -11,9 +11,10 @@ from dflash_plugins.kernel_specs import ASKED_BYTES, ROUND_TARGET, SHARED_BYTES,
 
 from dflash_trt.errors import BuildError
 
-# Products of more outputs that spill more are left to the next tile: of 64 rows in INT4 and E2M1, 88 to 204 bytes
-# against 0 to 8 on sm_80 and sm_120 (Triton 3.6 and 3.8), and none on sm_90 and sm_100.
-_MOST_SPILLED, _SMALL = 32, 64
+# A larger tile that spills more bytes of registers is left to the next one. On sm_80 and sm_120, products of 64 rows in
+# INT4 and E2M1 spill 88 to 204 bytes and then 0 to 8, and on sm_80 attention of prompts up to 708 (Triton 3.6 to 3.9).
+_MOST_SPILLED = 32
+_SMALL = {"product": ("BLOCK_N", 64), "attend": ("ROWS", 16)}
 
 
 def kernels_here(compiled: Mapping[str, Compiled]) -> Kernels:
@@ -46,7 +47,8 @@ def unfit(use: Use, kernel: Compiled) -> str | None:
     most = ASKED_BYTES if use.constants.get("CODES") == "plain" else SHARED_BYTES
     if not kernel.stores or kernel.shared_bytes > most:
         return f"{kernel.name} writes nothing, or takes {kernel.shared_bytes} bytes of shared memory"
-    if kernel.spill_bytes > _MOST_SPILLED and use.constants.get("BLOCK_N", 0) > _SMALL:
+    size, small = _SMALL.get(use.function, ("", 0))
+    if kernel.spill_bytes > _MOST_SPILLED and use.constants.get(size, 0) > small:
         return f"{kernel.name} spills {kernel.spill_bytes} bytes of registers, and a smaller tile less"
     return None
 
