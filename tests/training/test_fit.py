@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,9 @@ def test_prompts_are_finished_unmarked_and_differ_in_their_beginning() -> None:
     ]  # fmt: skip
 
 
-def test_kept_features_are_the_computed_ones_and_the_target_runs_once(answers: Path, tmp_path: Path) -> None:
+def test_kept_features_are_the_computed_ones_and_the_target_runs_once(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = read_target_config(TARGET)
     target = FrozenTarget(TARGET, config, (1, 3), torch.device("cpu"), torch.float32, final=True)
     batches = Batches(read_answers(answers), 4, 128, 0)
@@ -229,6 +232,15 @@ def test_kept_features_are_the_computed_ones_and_the_target_runs_once(answers: P
 
     target.features = counted
     epoch = range(6)
+    if hasattr(os, "posix_fallocate"):
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "posix_fallocate", full)
+            with pytest.raises(OSError, match="No space left"):
+                FeatureStore(tmp_path / "kept", target, batches, 2 * width, width)
     store = FeatureStore(tmp_path / "kept", target, batches, 2 * width, width)
     for step in epoch:
         store(batches(step))
