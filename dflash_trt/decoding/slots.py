@@ -227,10 +227,15 @@ class Slots:
             counts.bytes -= self._bytes(prefix)
         return prefix
 
+    @property
+    def _over(self) -> bool:
+        """Whether copies have more memory than they may. What was found last stays: a request may begin with it."""
+        several = len(self.left) > 1 and self.pair.kept_slots > 0
+        return several and self.pair.marked_bytes > self._most_marked
+
     def _settle(self) -> None:
         """Free the memory that ended requests do not keep, and further slots for those that end next."""
-        shares = self.pair.kept_slots > 0
-        while self._ended or (shares and self.left and self.pair.marked_bytes > self._most_marked):
+        while self._ended or self._over:
             if not self._ended:
                 self.drop(next(iter(self.left)))
             slot, count = self._ended.popitem()

@@ -244,7 +244,9 @@ class SlotCaches(Generic[P, S]):
                 held.base = held.first = held.last = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        self._marks[target] = self._marks.pop(source, [])
+        self._marks.pop(target, None)
+        if marks := self._marks.pop(source, None):
+            self._marks[target] = marks
         for group in self._of(target):
             origin, held = group.records[source], group.records[target]
             group.pool.move(source, target, max(0, length - origin.base))

@@ -120,7 +120,7 @@ def test_any_schedule_with_any_faults_gives_each_request_its_own_tokens(
     """
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     if kind is not FakeTarget:  # whose doubles hold no rows that are not numbers, and take no longer passes
-        chunk, target, further = min(chunk, 12), None, 0
+        chunk, target, further = min(chunk, 12), None, 0 if kind is StateTarget else further
     if ahead and kind is not StateTarget:  # which has no double on a device
         pool = DevicePool(
             batch, chunk=chunk, max_seq_len=longest, kept=spare * 80, target=kind, further=further
