@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from math import inf
+from typing import Any
 
-import numpy as np
 import torch
 from dflash_plugins.kernel_specs import ADJUST_BEFORE, ADJUST_PROMPT, ADJUST_WORDS, recent_tokens
 from dflash_plugins.launch import Run, adjust_rows
@@ -47,8 +47,9 @@ class Adjusting:
         self.memory = {n: torch.zeros(shape, dtype=t, device=device) for n, (shape, t) in sizes.items()}
         self._most, self._held = most, list[Request | None]([None] * slots)
         shape, dtype = sizes["facts"]
-        pinned = device.type == "cuda"  # one of two may still be read for the round before
-        self._host = cycle([torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(2)])
+        self._pins = device.type == "cuda"
+        # One of two may still be read for the round before.
+        self._host = cycle([torch.zeros(shape, dtype=dtype, pin_memory=self._pins) for _ in range(2)])
         self._chains = torch.ones((most, most), dtype=torch.bool, device=device).tril()
 
     def start(self, active: Sequence[Request], adjusted: Sequence[bool]) -> None:
@@ -70,18 +71,12 @@ class Adjusting:
     def _load(self, slot: int, history: History, request: Request) -> None:
         memory = {name: rows[slot] for name, rows in self.memory.items()}
 
-        def put(name: str, numbers: object) -> None:
-            tensor = torch.from_numpy(np.asarray(numbers)).to(memory[name])
-            memory[name][: len(tensor)] = tensor
+        def put(name: str, numbers: Any) -> None:
+            memory[name][: len(numbers)].copy_(self._pinned(numbers, memory[name].dtype), non_blocking=True)
 
         params = request.params
-        put("texts", np.array(request.output, np.int64))
-        put(
-            "factors",
-            np.array(
-                [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
-            ),
-        )
+        put("texts", request.output)
+        put("factors", [params.repetition_penalty, params.frequency_penalty, params.presence_penalty])
         memory["counts"].zero_()
         if params.penalized:
             memory["counts"][self._ids(sorted(set(request.prompt)))] = ADJUST_PROMPT
@@ -90,7 +85,8 @@ class Adjusting:
             memory["bias"][self._ids(history.allowed)] = 0
         if params.logit_bias:
             ids = self._ids(list(params.logit_bias))
-            memory["bias"][ids] += torch.tensor(list(params.logit_bias.values()), device=ids.device)
+            added = self._pinned(list(params.logit_bias.values()), torch.float32)
+            memory["bias"][ids] += added.to(ids.device, non_blocking=True)
         rows = [
             [
                 *[-1] * (ADJUST_BEFORE - len(before)),
@@ -101,10 +97,15 @@ class Adjusting:
             for before, token, until in history.words
         ]
         if rows:
-            put("words", np.array(rows, np.int64))
+            put("words", rows)
+
+    def _pinned(self, numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers that can go to the device while a round runs there."""
+        found = torch.tensor(numbers, dtype=dtype)
+        return torch.empty(found.shape, dtype=dtype, pin_memory=self._pins).copy_(found)
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(tokens, dtype=torch.int64).to(self._chains.device)
+        return self._pinned(tokens, torch.int64).to(self._chains.device, non_blocking=True)
 
     def apply(
         self,

@@ -203,6 +203,27 @@ def test_rounds_of_requests_that_join_and_of_a_drafter_that_catches_up(
             assert each["copies to the device"] <= 2, each
 
 
+def test_what_adjusts_the_logits_of_a_request_is_sent_while_a_round_runs(
+    wide: Bundle, gpu: pytest.MonkeyPatch
+) -> None:
+    adjusted = {"presence_penalty": 0.5, "logit_bias": {3: 1.0, 7: -2.0}, "allowed_token_ids": [3, 5, 7]}
+    adjusted |= {"max_tokens": 9}
+    with LLM(wide.path, max_batch_size=2) as llm:
+        asked = llm.runtime.request([4, 9], SamplingParams(**adjusted), RequestOptions())  # type: ignore[arg-type]
+        asked.output.append(5)
+        arrays, before = llm.runtime.pair.arrays, Cuda.counts.copy()
+        with arrays.stream():
+            arrays._adjusting.start([asked], [True])
+        counts = Cuda.counts - before
+        assert not counts["waits"] + counts["copies of pageable memory"]
+        names = "bias", "factors", "texts", "counts"
+        bias, factors, texts, seen = arrays.readable(*(arrays._adjusting.memory[name][0] for name in names))
+    assert {i: x for i, x in enumerate(bias) if x > -np.inf} == {3: 1.0, 5: 0.0, 7: -2.0}
+    assert factors[:3].tolist() == [1.0, 0.0, 0.5]
+    assert texts[0] == 5
+    assert np.flatnonzero(seen).tolist() == [4, 9]
+
+
 def test_an_allocation_that_fails_ends_at_most_its_request(wide: Bundle, gpu: pytest.MonkeyPatch) -> None:
     """In each line that allocates once the engine is open: for a pass, its results, or what is known of a request."""
     allocate, refused = cuda_double._garbage, dict[Any, str]()
