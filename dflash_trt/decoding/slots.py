@@ -242,7 +242,7 @@ class Slots:
             self.pair.release(slot, count)
             if slot >= self.pair.slots and not count:
                 self._free.append(slot)
-            elif self.left and len(self._free) < self.pair.slots <= self.pair.kept_slots:
+            elif len(self.left) > 1 and len(self._free) < self.pair.slots <= self.pair.kept_slots:
                 self.drop(next(iter(self.left)))
 
     def keep_boundary(self, request: Request) -> None:
