@@ -77,7 +77,7 @@ def test_fit_makes_a_worse_drafter_better_and_continues_where_it_was_interrupted
         gpu.setattr("dflash_trt.training.fit.compute_capabilities", lambda: [90])
         gpu.setattr("dflash_trt.training.fit.write_own_prompts", lacking)
         with pytest.raises(KeyboardInterrupt):
-            call(3600.0, "answer")
+            call(400.0, "answer")
     assert together[:4] == [256, 128, 64, 32]
     assert set(together[4:]) <= {32}
     work = tmp_path / "mine.fit"
