@@ -101,7 +101,7 @@ def products() -> Iterator[Launched]:
     ]
     for form in forms:
         # In prompts, experts' products spill more.
-        many, scaled = 96 if form.experts else 32, form.codes in ("e4m3", "e2m1")
+        many, scaled = 96 if form.experts else 48, form.codes in ("e4m3", "e2m1")
         yield Launched(
             [
                 packed.product_use(form, "bf16", PROMPTS, tile, biased=False, scaled=scaled)
