@@ -5,6 +5,7 @@
     python -m build_scripts.first_gpu ceilings           what the GPU can reach, and how products round
     python -m build_scripts.first_gpu passes [--pair qwen3-8b] [--layers 36] [--cublas | --overlap | --apart]
         [--target fp8] [--contexts] [--cache fp8]        passes of a random pair against the bytes they read, by kernel
+    python -m build_scripts.first_gpu company [--pair qwen3-8b] [--layers 36]    many requests to a random pair at once
 
 Each line is printed when it is known. Without a GPU, they run at the smallest sizes on the CPU, kernels in Triton's
 interpreter (TRITON_INTERPRET=1).
@@ -15,10 +16,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from time import perf_counter
 from typing import Any, Literal
 
@@ -36,7 +39,9 @@ from build_scripts.random_pair import write_pair
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.params import RequestOptions
 from dflash_trt.engines.device.kernels import kernels_here
 from dflash_trt.engines.torch import TorchOptions, layers, packed
 from dflash_trt.formats.precision import parse_precision
@@ -52,13 +57,14 @@ ATTENTION = {"tiny": (4, 2, 64, 300), "qwen3-8b": (32, 8, 128, 4000), "gpt-oss":
 EXPERTS = {"tiny": (4, 2, 96, 32), "gpt-oss": (32, 4, 2880, 2880)}
 SIZES = list(ATTENTION) if GPU else ["tiny"]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+RIGHT = (0.85, 0.8, 0.7, 0.65, 0.6)  # drafts at the places 1, 2 .., the last one for all further ones
 CONTEXTS = (1000, 8000, 32_000, 130_000) if GPU else (40, 200)
 
 
 def main() -> int:
     """Run one part. Exit code 1 if a kernel's numbers are wrong."""
     parser = harness.parser(__doc__)
-    parser.add_argument("part", choices=["kernels", "tiles", "ceilings", "passes"])
+    parser.add_argument("part", choices=["kernels", "tiles", "ceilings", "passes", "company"])
     parser.add_argument("--pair", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=36 if GPU else 1)
     parser.add_argument("--cublas", action="store_true", help="torch's products in place of ours")
@@ -83,6 +89,7 @@ def main() -> int:
         "passes": lambda: passes(
             args.pair, args.layers, args.target, contexts=CONTEXTS if args.contexts else (), cache=args.cache
         ),
+        "company": lambda: company(args.pair, args.layers, args.target),
     }
     found = parts[args.part]()
     print(json.dumps({"device": device, "torch": torch.__version__, **found}))
@@ -254,14 +261,7 @@ def passes(
         limit = min(config.max_position_embeddings for config in read_pair(*map(Path, sides)) if config)
         contexts = [context for context in contexts if context + 2 * 64 <= limit]
         most = max([most, *(context + 2 * 64 for context in contexts)])
-        bundle = build(
-            *(*sides, Path(folder) / "bundle"),
-            engine="torch",
-            weights="link",
-            max_seq_len=most,
-            precision=parse_precision(both),
-            options=TorchOptions(cache),
-        )
+        bundle = _built(Path(folder), both, most, cache)
         begin = perf_counter()
         with LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0) as llm:
             opened, inner = perf_counter() - begin, llm.runtime.pair
@@ -294,6 +294,94 @@ def passes(
     return {"pair": pair, "target": precision, "layers": count, "weight_bytes": sizes, "profile": found,
             "opened_seconds": round(opened, 1), "passes": rows, "megabytes": megabytes,
             "prefill": {"tokens": len(prompt), "ms": round(1e3 * whole, 2)}}  # fmt: skip
+
+
+def _built(folder: Path, precision: str, most: int, cache: Literal["fp8"] | None = None) -> Bundle:
+    """The pair that `write_pair` wrote there, for up to so many tokens."""
+    return build(
+        *(str(folder / "target"), str(folder / "drafter"), folder / "bundle"),
+        engine="torch",
+        weights="link",
+        max_seq_len=most,
+        precision=parse_precision(precision),
+        options=TorchOptions(cache),
+    )
+
+
+def company(pair: str, count: int, precision: str) -> dict[str, Any]:
+    """Tokens per second of many requests of mixed lengths at once, plain and with drafts, of which place by place the
+    share `RIGHT` is accepted after those before, whatever a pair of random weights says.
+    """
+    requests, rows = (1, 8, 32, 128) if GPU else (1, 3), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        write_pair(Path(folder), pair, count, None)
+        precisions = f"target={precision},drafter={'bf16' if GPU else 'fp32'}"
+        bundle = _built(Path(folder), precisions, 512 if GPU else 64)
+        with LLM(bundle.path, max_batch_size=requests[-1], prefix_cache_bytes=0) as llm:
+            rounds = _accepting(llm)
+            for size, length in product(requests, (1, llm.block_size)):
+                rows.append(
+                    _printed({"requests": size, "length": length, **_together(llm, size, length, rounds)})
+                )
+    return {"pair": pair, "target": precision, "layers": count, "right": RIGHT, "company": rows}
+
+
+def _accepting(llm: LLM) -> Counter[str]:
+    """Let every round accept drawn numbers of drafts. Counts the rounds, and those that started before the result of
+    the one before was known.
+    """
+    pair: Any = llm.runtime.pair
+    arrays, counts = pair.arrays, Counter[str]()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.tensor([RIGHT[min(place, len(RIGHT) - 1)] for place in range(llm.block_size - 1)])
+    drawn = torch.rand((512, llm.runtime.max_batch_size, len(places)), generator=generator) < places
+    accepted = drawn.long().cumprod(-1).sum(-1).to(DEVICE)
+    verified, end, follow = arrays.verified, arrays._round.end, pair.follow
+    nodes = 1
+
+    def counted(active: Any, draft: Any, outputs: Any) -> Any:
+        nonlocal nodes
+        nodes = draft.nodes
+        counts["rounds"] += 1
+        return verified(active, draft, outputs)
+
+    def ended(logits: Any, *given: Any, **named: Any) -> None:
+        end(logits, *given, **named)
+        part = arrays._round.part("accepted", len(logits))
+        torch.clamp(accepted[counts["rounds"] % len(accepted), : len(logits)], max=nodes - 1, out=part)
+
+    def followed(*given: Any) -> Any:
+        counts["ahead"] += 1
+        return follow(*given)
+
+    arrays.verified, arrays._round.end, pair.follow = counted, ended, followed
+    return counts
+
+
+def _together(llm: LLM, size: int, length: int, counts: Counter[str]) -> dict[str, Any]:
+    """So many requests, after their prompts were read."""
+    scheduler: Any = llm.runtime.scheduler
+    random, tokens = Random(0), 0
+    most = llm.max_seq_len // 4
+    for _ in range(size):
+        prompt = [random.randrange(1000) for _ in range(random.randint(most // 8, most))]
+        params = SamplingParams(max_tokens=random.randint(most // 2, 2 * most), ignore_eos=True)
+        scheduler.submit(llm.runtime.request(prompt, params, RequestOptions(draft_source="drafter")))
+    lengths = FixedLength(length)
+    while scheduler.waiting or scheduler.filling:
+        scheduler.step(lengths)
+    counts.clear()
+    begin, busy = perf_counter(), 0
+    while not scheduler.idle:
+        busy += len(scheduler.active)
+        tokens += sum(len(emission.token_ids) for emission in scheduler.step(lengths))
+    taken = perf_counter() - begin
+    return {
+        "tokens/s": round(tokens / taken, 1),
+        "ms a round": round(1e3 * taken / counts["rounds"], 3),
+        "tokens a request and round": round(tokens / busy, 2),
+        "ahead %": round(100 * counts["ahead"] / counts["rounds"]),
+    }
 
 
 def _after(bundle: Bundle, pair: Pair, context: int) -> Iterator[dict[str, Any]]:

