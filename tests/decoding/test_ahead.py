@@ -134,7 +134,9 @@ def test_a_request_is_its_own_beside_any_samplings() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_that_are_not_finite_now_and_then_change_no_token(seed: int) -> None:
-    """In rounds with drafts, from any row on. The round that was started ahead is lost for such a request alone."""
+    """In rounds with drafts, from any row on. The round that was started ahead is lost for such a request alone, also
+    where an ended one left such rows to a request that has joined since.
+    """
     pool, rng = DevicePool(3), random.Random(seed)
     runner: Any = pool.pair.target
     run = runner.run
@@ -154,9 +156,14 @@ def test_rows_that_are_not_finite_now_and_then_change_no_token(seed: int) -> Non
     asked = [
         request(
             prompt(5, i),
-            SamplingParams(max_tokens=60, temperature=0.4 * i, seed=i, presence_penalty=seed % 2),
+            SamplingParams(
+                max_tokens=60 if i < 3 else 4 + i,
+                temperature=0.4 * (i % 3),
+                seed=i,
+                presence_penalty=seed % 2,
+            ),
         )
-        for i in range(3)
+        for i in range(12)
     ]
     tokens = finish(pool, Lengths(4), *asked)
     for each in asked:
