@@ -108,3 +108,6 @@ class Design:
     block_size: int | None = option(
         "tokens of a block, with the anchor (default: 8, or as --from)", "K", least=2, default=None
     )
+    mask_token_id: int | None = option(
+        "mask token of a new drafter (default: an unused token)", "ID", least=0, default=None
+    )

@@ -153,8 +153,9 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
     """config.json of the drafter. If a run exists, it must be the same as that run's."""
     if design.checkpoint is not None:
         config = read_config(design.checkpoint / "config.json")
-        for name in ("layers", "taps"):
-            if (asked := getattr(design, name)) is not None:
+        for option in ("layers", "taps", "mask_token_id"):
+            if (asked := getattr(design, option)) is not None:
+                name = option.replace("_", "-")
                 raise UsageError(
                     f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
                 )
@@ -167,12 +168,15 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
         taps = list(design.taps or drafters.default_taps(layers))
         if max(taps) >= layers:
             raise UsageError(f"--taps has layer {max(taps)}, but the target has layers 0 to {layers - 1}")
+        mask = design.mask_token_id
+        if mask is None:
+            mask = drafters.default_mask_token(Tokenizer(target), target_config)
         config = drafters.new_config(
             target_config,
             layers=design.layers or 2,
             taps=taps,
             block_size=design.block_size or 8,
-            mask_token_id=drafters.default_mask_token(Tokenizer(target), target_config),
+            mask_token_id=mask,
         )
         if design.kind == "dflash2":
             config = drafters.dflash2_config(config)

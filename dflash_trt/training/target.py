@@ -134,9 +134,8 @@ class FeatureStore:
             for path, count in ((file, size), (kept, len(lengths))) if fresh else ():
                 with path.open("wb") as empty:
                     empty.truncate(count)
-                    if hasattr(
-                        os, "posix_fallocate"
-                    ):  # a write to memory has no error for a full disk: it kills
+                    # Else a disk that fills has no error: writing to mapped memory kills the process.
+                    if hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(empty.fileno(), 0, count)
             self._rows = np.memmap(file, np.uint8, "r+").reshape(first[-1], -1)
             self._have = np.memmap(kept, np.uint8, "r+")

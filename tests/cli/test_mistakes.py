@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import io
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import dflash_trt
 from build_scripts.docs_commands import actions, options
 from dflash_trt.bundle.manifest import read_manifest, write_manifest
 from dflash_trt.cli import COMMANDS, main
@@ -313,3 +315,21 @@ def test_doctor_names_the_weights_for_a_processor_without_vnni(
 ) -> None:
     monkeypatch.setattr("dflash_trt.hardware.instructions", lambda: instructions)
     assert ("target=int8" in command("doctor").out) == advised
+
+
+def test_errors_advise_no_option_that_there_is_not() -> None:
+    """But for those of pip and of Python's build."""
+    of_others = {"--force-reinstall", "--upgrade", "--enable-shared"}
+    known, package = (
+        {name for action in actions() for name in action.option_strings},
+        Path(dflash_trt.__file__).parent,
+    )
+    for file in package.rglob("*.py"):
+        raised = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+        texts = [n.value for node in raised for n in ast.walk(node) if isinstance(n, ast.Constant)]
+        named = {
+            name
+            for text in texts
+            for name in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*[a-z0-9]\b(?!-)", str(text))
+        }
+        assert named <= known | of_others, file

@@ -223,8 +223,8 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
 
 def test_a_refused_drafter_does_not_bind_the_run(answers: Path, tmp_path: Path) -> None:
     recipe = replace(SMALL, steps=1)
-    with pytest.raises(DFlashError, match=r"target_layer_ids is \[3, 3\]"):
-        run(TARGET, "tiny", answers, tmp_path, Design(taps=(3, 3)), recipe, evaluate_every=None)
+    with pytest.raises(DFlashError, match="mask_token_id is 99999"):
+        run(TARGET, "tiny", answers, tmp_path, Design(mask_token_id=99999), recipe, evaluate_every=None)
     assert run(TARGET, "tiny", answers, tmp_path, Design(layers=1), recipe, evaluate_every=None) == 1
 
 

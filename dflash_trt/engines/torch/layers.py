@@ -185,8 +185,8 @@ def place_heads(
     *,
     joined: Callable[[Run], Run] | None = None,
 ) -> list[Cache] | None:
-    """`PlaceHeads` (dflash_trt/graph/torch.py). joined: makes launches of which x is a part, and is not there: then
-    None is given where no kernel does that.
+    """`PlaceHeads` (dflash_trt/graph/torch.py). joined: turns a launch into one that computes x as well, whose numbers
+    are then not read; the result is None where no kernel can do both.
     """
     heads, size, layer = dict(zip(a["kinds"], a["heads"], strict=True)), a["size"], kernels.of(x)
     norms, caches = {"q": q_norm, "k": k_norm, "v": v_norm}, {"k": k_cache, "v": v_cache}
